@@ -55,7 +55,7 @@ def serve(solve: Callable[[dict[str, Any]], Any]) -> None:
         results.flush()
 
 
-def _fields(result: Any) -> dict[str, Any]:
+def _fields(result: Any) -> dict[str, object]:
     if result is None:
         return {}
     if isinstance(result, Mapping):

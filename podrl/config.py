@@ -12,6 +12,8 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
+from podrl.mappings import ConfigValues
+
 T = TypeVar("T")
 Call = TypeVar("Call", bound=Callable[..., object])
 
@@ -313,7 +315,7 @@ def _without_none(values: Mapping[str, object]) -> dict[str, object]:
     return {key: _without_none(value) if isinstance(value, Mapping) else value for key, value in present.items()}
 
 
-def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+def merge(base: ConfigValues, over: ConfigValues) -> dict[str, Any]:
     """Merges `over` into `base`: nested mappings are merged, and other values of `over` replace values of `base`."""
     merged = dict(base)
     for key, value in over.items():
@@ -377,7 +379,7 @@ def takes_texts(hint: object) -> bool:
     )
 
 
-def _try(value: Any, option: Any, key: str) -> tuple[bool, Any]:
+def _try(value: Any, option: Any, key: str) -> tuple[bool, object]:
     """Checks a value against one type of a union; returns (whether the value fits, the converted value)."""
     kind, limits = typing.get_origin(option) or option, _range_of(option)
     if limits is not None:

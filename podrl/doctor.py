@@ -12,7 +12,6 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 from podrl.config import plural
 from podrl.rundir.checks import CHECKS
@@ -24,7 +23,7 @@ from podrl.runtime.watchdog import EXIT_DONE, EXIT_USER
 from podrl.storage.storage import StorageError, check, locate
 
 
-def watch(run: str, wait: Callable[[], Any]) -> Iterator[Finding]:
+def watch(run: str, wait: Callable[[], object]) -> Iterator[Finding]:
     """Yields the findings of a run while it goes on, each once, until the run has written its summary.
 
     Args:

@@ -25,6 +25,7 @@ from podrl import generate
 from podrl.config import build, hint_at, plural
 from podrl.data import shape, sources
 from podrl.data.template import SYSTEM_PROMPT
+from podrl.mappings import ConfigValues, JsonObject, Record, TaskColumns, TaskFields
 from podrl.rewards.compose import RewardConfig, RewardError, Rewards, without_outputs
 from podrl.rewards.reference import accuracies, majority, pass_at_k
 from podrl.rundir import intervals
@@ -94,7 +95,7 @@ def main(argv: Sequence[str]) -> int:
     except (ValueError, OSError, ImportError, RewardError, StorageError) as error:
         sys.stderr.write(f"podrl.evaluate: error: {error}\n")
         return 1
-    result: dict[str, Any] = {"models": models, "arguments": list(argv)}
+    result: dict[str, object] = {"models": models, "arguments": list(argv)}
     result |= {name: {one: _summaries(*scores) for one, scores in by_set.items()} for name, by_set in found.items()}
     if args.compare:
         result["difference"] = {one: difference(found["model"][one][0], found["compare"][one][0]) for one in sets}
@@ -221,7 +222,7 @@ def _scored(
     name: str,
     path: str,
     sets: Mapping[str, str],
-    records: Mapping[str, Sequence[shape.Record]],
+    records: Mapping[str, Sequence[Record]],
     args: argparse.Namespace,
     rest: Sequence[str],
     score: "Scoring",
@@ -269,7 +270,7 @@ def stop_strings(paths: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(text for one in settings for text in one.get("stop_strings") or ()))
 
 
-def _settings_of_run(path: str, section: str) -> Mapping[str, Any] | None:
+def _settings_of_run(path: str, section: str) -> ConfigValues | None:
     """Reads a section of a run's configuration; None if `path` is not the directory of a run."""
     run = pathlib.Path(path)
     return (load_object(run / "config.json").get(section) or {}) if (run / "checkpoints").is_dir() else None
@@ -346,11 +347,11 @@ class Scoring:
         self._rewards, self._config, self._right, self._n, self._acts = rewards, config, right, n, acts
         self._question, self._answer = question_field, answer_field
 
-    def _fields(self, record: shape.Record) -> dict[str, Any]:
+    def _fields(self, record: Record) -> TaskFields:
         question_field = self._question if self._question in record else shape.QUESTION
         return shape.fields(record, question_field, self._answer)
 
-    def read(self, path: str) -> Sequence[shape.Record]:
+    def read(self, path: str) -> Sequence[Record]:
         """Reads the records of a set.
 
         Args:
@@ -363,7 +364,7 @@ class Scoring:
         records = [source[i] for i in range(len(source))]
         # Fields that functions may take although records lack them.
         optional = {"sample_text": ""} | ({"turns": "", "model_text": ""} if self._acts else {})
-        fields_of = sources.make_all(source, lambda record: optional | self._fields(record))
+        fields_of = sources.make_all(source, lambda record: {**optional, **self._fields(record)})
         tasks = [(source.place(i), fields) for i, fields in enumerate(fields_of)]
         lacks = [
             f"{place} lacks {self._answer!r} (it has {', '.join(record)})"
@@ -377,7 +378,7 @@ class Scoring:
             raise ValueError(f"{lacks[0]}: give it, name it by --answer_field, or --fns=FUNCTION.")
         return records
 
-    def __call__(self, records: Sequence[Mapping[str, Any]]) -> Scores:
+    def __call__(self, records: Sequence[TaskFields]) -> Scores:
         """Scores every completion of every record.
 
         The rewards of a program or an environment are the score 'reward'. A completion whose program failed or gave no
@@ -403,7 +404,7 @@ class Scoring:
             acted["reward"] = np.array([0.0 if reward is None else reward for reward in rewards])
             acted["lost"] = np.array([float(reward is None) for reward in rewards])
         if self._rewards is not None:
-            fields: dict[str, Any] = {"sample_text": texts}
+            fields: dict[str, Sequence[object]] = {"sample_text": texts}
             if self._acts:  # as in training, episodes add these fields
                 fields |= {"turns": [one.get("turns", []) for one in completions], "model_text": own}
             scores = self._rewarded(self._rewards, tasks, texts, fields)
@@ -429,10 +430,10 @@ class Scoring:
     def _rewarded(
         self,
         rewards: Rewards,
-        tasks: Sequence[Mapping[str, Any]],
+        tasks: Sequence[TaskFields],
         texts: list[str],
-        of_samples: Mapping[str, Sequence[Any]],
-    ) -> dict[str, Any]:
+        of_samples: TaskColumns,
+    ) -> JsonObject:
         """Computes the rewards of all completions.
 
         Args:
@@ -457,7 +458,7 @@ class Scoring:
         return dict(zip(rewards.names, scores, strict=True))
 
 
-def _summaries(scores: Scores, sources: Sequence[str]) -> dict[str, Any]:
+def _summaries(scores: Scores, sources: Sequence[str]) -> JsonObject:
     """Summarises a set, and each source of its records if there are several sources."""
     names = sorted(set(sources))
     where = {name: np.array([source == name for source in sources]) for name in names}
@@ -465,7 +466,7 @@ def _summaries(scores: Scores, sources: Sequence[str]) -> dict[str, Any]:
     return {"all": summary(scores)} | ({"by": split} if len(names) > 1 else {})
 
 
-def _print(result: Mapping[str, Any], models: Mapping[str, str], sets: Mapping[str, str]) -> None:
+def _print(result: JsonObject, models: Mapping[str, str], sets: Mapping[str, str]) -> None:
     console = make_console()
 
     def row(title: str, found: Mapping[str, Mapping[str, float]]) -> list[str]:

@@ -21,7 +21,7 @@ import json
 import logging
 import pathlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -30,6 +30,7 @@ import jax.numpy as jnp
 from podrl.data import shape
 from podrl.data.tokenizer import Tokenizer
 from podrl.job.config import KINDS, SCRATCH, ModelSource, ScratchModel
+from podrl.mappings import ConfigValues, JsonObject
 from podrl.mesh import build
 from podrl.models import hf_load, hf_save, lora, orbax_files, parameters, peft_files, scalar
 from podrl.models.config import LoraConfig, ModelConfig
@@ -38,7 +39,7 @@ from podrl.rundir import identity
 from podrl.rundir.card import card
 from podrl.runtime.arguments import Parser
 from podrl.storage import hub
-from podrl.storage.record import Record
+from podrl.storage.record import CheckpointRecord
 from podrl.storage.storage import Place, StorageError, absolute, check, complete_steps, is_remote, locate
 from podrl.types import PyTree
 
@@ -52,7 +53,7 @@ def export_params(
     out: str | pathlib.Path,
     *,
     dtype: jax.typing.DTypeLike = jnp.bfloat16,
-    prompts: Mapping[str, Any] | None = None,
+    prompts: JsonObject | None = None,
 ) -> None:
     """Writes weights with merged adapters, config.json and tokenizer files to `out`, all of them or none.
 
@@ -73,7 +74,7 @@ def export_params(
     if config.lora.rank:
         config, params = lora.merge({name: leaf for name, leaf in params.items() if name not in head}, config)
         params = {**params, **head}
-    ids: dict[str, Any] = {
+    ids: dict[str, object] = {
         "bos_token_id": tokenizer.bos_id,
         "eos_token_id": list(tokenizer.eos_ids),
         "pad_token_id": tokenizer.pad_id,
@@ -118,7 +119,7 @@ def restore_params(workdir: Place, step: int | None, abstract: PyTree) -> tuple[
     for chosen in reversed(steps) if step is None else [step]:
         folder = directory / str(chosen)
         try:
-            record = Record.read(folder)
+            record = CheckpointRecord.read(folder)
             params = orbax_files.read_leaves(folder / "state", {"params": abstract})
             record.check_state(params["params"], "params/")
         except ValueError as error:
@@ -148,7 +149,7 @@ class RunModel:
     tokenizer: Place
     dtype: str
     scores: bool = False
-    prompts: Mapping[str, Any] | None = None
+    prompts: JsonObject | None = None
 
 
 def read_run(workdir: Place) -> RunModel:
@@ -169,7 +170,7 @@ def read_run(workdir: Place) -> RunModel:
         ) from error
 
 
-def _run_model(raw: Mapping[str, Any]) -> RunModel:
+def _run_model(raw: ConfigValues) -> RunModel:
     if not raw["model"]["path"]:
         raise ValueError(
             "The run got its model as a Python object, so config.json names no model.path: train with actor=DIRECTORY "
@@ -188,13 +189,13 @@ def _run_model(raw: Mapping[str, Any]) -> RunModel:
     return RunModel(dataclasses.replace(read_config(base), lora=adapters), base, tokenizer, dtype, scores, prompts)
 
 
-def _prompts(data: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+def _prompts(data: ConfigValues | None) -> JsonObject | None:
     """Returns the settings with which a run made prompts; None if its sources differ in them, or lack them."""
     if data is None:
         return None
     names = ("system_prompt", "template", "question_field")
 
-    def of(source: Mapping[str, Any], name: str) -> str:
+    def of(source: ConfigValues, name: str) -> str:
         inherits = "auto" if name == "system_prompt" else ""
         value = source.get(name, inherits)
         return data.get(name, "") if value == inherits else value

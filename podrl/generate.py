@@ -18,7 +18,7 @@ import os
 import pathlib
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, get_args
 
 import numpy as np
@@ -26,6 +26,7 @@ import numpy as np
 from podrl.config import plural
 from podrl.data import shape, sources
 from podrl.environments import config as env
+from podrl.mappings import JsonObject, Record
 from podrl.runtime import environment, signals
 from podrl.runtime.arguments import Parser, add_device_options, check_numbers
 from podrl.storage import hub, storage
@@ -210,7 +211,7 @@ def _check(args: argparse.Namespace) -> None:
         )
 
 
-def prompt_settings_of(model: str | os.PathLike) -> dict[str, Any]:
+def prompt_settings_of(model: str | os.PathLike) -> JsonObject:
     """Reads the settings with which a model's run made prompts from questions, from prompts.json in its directory.
 
     Args:
@@ -231,7 +232,7 @@ def _prompt_settings(args: argparse.Namespace) -> dict[str, str]:
     names = ("system_prompt", "question_field")
     own = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     defaults = {"system_prompt": "", "question_field": shape.QUESTION, "template": "chat"}
-    return defaults | prompt_settings_of(args.model) | own
+    return {**defaults, **prompt_settings_of(args.model), **own}
 
 
 def read_prompts(path: str | os.PathLike, question_field: str = shape.QUESTION) -> sources.Records:
@@ -254,7 +255,7 @@ def read_prompts(path: str | os.PathLike, question_field: str = shape.QUESTION) 
     return sources.read(path, check=functools.partial(_check_record, question_field=question_field))
 
 
-def _check_record(record: shape.Record, place: str, question_field: str) -> None:
+def _check_record(record: Record, place: str, question_field: str) -> None:
     """Refuses a record without a prompt, or with a field that the output cannot hold."""
     name = question_field if question_field in record else shape.QUESTION
     shape.check(record, place, name, remedy="name it by --question_field")
@@ -263,7 +264,7 @@ def _check_record(record: shape.Record, place: str, question_field: str) -> None
     sources.check_json(record, place)
 
 
-def _settings(args: argparse.Namespace, records: sources.Records, tools: str = "") -> dict[str, Any]:
+def _settings(args: argparse.Namespace, records: sources.Records, tools: str = "") -> JsonObject:
     """Lists everything that completions depend on, as JSON, with checksums for the prompts and the tools."""
     digest = hashlib.sha256()
     for i in range(len(records)):
@@ -282,7 +283,7 @@ class OutputFile:
       done: (offset, size in bytes) of the line of every complete prompt in `partial`, by the number of the prompt.
     """
 
-    def __init__(self, path: pathlib.Path, settings: Mapping[str, Any], completions: int) -> None:
+    def __init__(self, path: pathlib.Path, settings: JsonObject, completions: int) -> None:
         """Reads the partial output of an earlier start of the same command, if there is one.
 
         Args:
@@ -304,7 +305,7 @@ class OutputFile:
         else:
             self._end = 0
 
-    def _take(self, raw: bytes, settings: Mapping[str, Any]) -> None:
+    def _take(self, raw: bytes, settings: JsonObject) -> None:
         head, *lines = raw.split(b"\n")[:-1]
         try:
             theirs = json.loads(head)["podrl.generate"]
@@ -334,7 +335,7 @@ class OutputFile:
                 )
             offset += len(line) + 1
 
-    def add(self, index: int, record: Mapping[str, Any]) -> None:
+    def add(self, index: int, record: Record) -> None:
         """Appends a line to the partial file: checksum, number of the prompt, record.
 
         The number is written separately because the record may have a field `index` of its own.
@@ -449,7 +450,7 @@ def _write(stream: Iterator[Any], records: sources.Records, wanted: Sequence[int
     """Writes each prompt after its last completion, and shows progress."""
     from podrl.rundir.console import Progress, make_console
 
-    n, groups = output.completions, dict[int, dict[int, dict[str, Any]]]()
+    n, groups = output.completions, dict[int, dict[int, JsonObject]]()
     total, tokens, started = len(wanted) * n, 0, time.perf_counter()
     progress = Progress(make_console(stderr=True), "generating", 0, total, max(total // 20, 1))
     for count, sample in enumerate(stream, 1):

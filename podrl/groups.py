@@ -4,10 +4,12 @@
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
+
+T = TypeVar("T")
 
 
 def complete(prompts: int, size: int) -> Int[np.ndarray, " B"]:
@@ -53,6 +55,6 @@ def spread(value_B: Float[np.ndarray, " B"], group_B: Int[np.ndarray, " B"]) -> 
     return spread_B
 
 
-def repeated(values: Sequence[Any], group_B: Int[np.ndarray, " B"]) -> list[Any]:
+def repeated(values: Sequence[T], group_B: Int[np.ndarray, " B"]) -> list[T]:
     """Repeats the values of the prompts, so that each sample has the value of its prompt."""
     return [values[p] for p in group_B]

@@ -33,6 +33,7 @@ from ml_collections import ConfigDict, config_flags
 
 from podrl.config import elsewhere, former, nearest
 from podrl.job.config_file import default_workdir, find_config, load_config
+from podrl.mappings import ConfigValues
 from podrl.runtime import bundle, detect, environment, joining, local_pod, roles
 from podrl.runtime.channel import ChannelError
 from podrl.runtime.pod import Pod
@@ -285,7 +286,7 @@ def _command_line(argv: Sequence[str]) -> str:
     return shlex.join(["python", "-m", "podrl.launch", *argv[1:]])
 
 
-def resolve(config: ConfigDict, argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+def resolve(config: ConfigDict, argv: Sequence[str]) -> tuple[ConfigValues, list[str]]:
     """Parses absl's flags: (the whole configuration with defaults and overrides, arguments that are not flags).
 
     The environment must be prepared before, because this function imports jax.

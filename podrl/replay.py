@@ -25,10 +25,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from podrl.config import former
+from podrl.mappings import ConfigValues, JsonObject
 from podrl.rollout.journal import NAME as BATCHES
 from podrl.rundir import identity, trace, weights
 from podrl.rundir.console import make_console, print_table
@@ -75,8 +75,8 @@ class ReplayedStep:
     """
 
     start: int
-    recorded: Mapping[str, Any]
-    found: Mapping[str, Any]
+    recorded: JsonObject
+    found: JsonObject
     tokens: weights.WeightComparison | str | None
 
 
@@ -120,7 +120,7 @@ def replay(
         raise ValueError(f"--start={start} is not a checkpoint of {run} before step {step}: 0 or {saved} are.")
     logged = {key: value for key, value in (config.get("log") or {}).items() if not former(f"log.{key}")}
     # Lists are emptied here, because no flag of podrl.launch can empty a list in the JSON.
-    config = config | {"eval": {**(config.get("eval") or {}), "sets": []}, "log": {**logged, "to": []}}
+    config = {**config, "eval": {**(config.get("eval") or {}), "sets": []}, "log": {**logged, "to": []}}
     (scratch / "recorded.json").write_text(json.dumps(config))
     (scratch / "replay.py").write_text(_CONFIG)
     problems = min(int((config.get("eval") or {}).get("problems", 0)), 1)  # not 0, which also removes the accuracies
@@ -132,7 +132,7 @@ def replay(
         _launch(scratch, again, [*values, *flags], lambda: _done(again, step, weighed))
         found = _of_step(again, step) or {}
         if weighed:
-            recorded, found = recorded | _sums(run, step), found | _sums(again, step)
+            recorded, found = {**recorded, **_sums(run, step)}, {**found, **_sums(again, step)}
         return ReplayedStep(start, recorded, found, None)
     if start < step - 1:
         _launch(scratch, again, [*values, *flags], lambda: step - 1 in complete_steps(again / "checkpoints"))
@@ -158,7 +158,7 @@ def _tokens(before: pathlib.Path, now: pathlib.Path, *, step: int) -> weights.We
         return str(error)
 
 
-def _prepare(run: pathlib.Path, target: pathlib.Path, step: int, config: Mapping[str, Any]) -> None:
+def _prepare(run: pathlib.Path, target: pathlib.Path, step: int, config: ConfigValues) -> None:
     """Makes a run directory that continues from a checkpoint of another run.
 
     Args:
@@ -206,15 +206,15 @@ def _launch(scratch: pathlib.Path, workdir: pathlib.Path, flags: Sequence[str], 
         raise ValueError(f"the replay ended with exit code {process.returncode} before its step: {last}")
 
 
-def _sums(workdir: pathlib.Path, step: int) -> dict[str, Any]:
+def _sums(workdir: pathlib.Path, step: int) -> JsonObject:
     """Reads the checksums of the weights and the optimizer state in a checkpoint."""
-    from podrl.storage.record import Record  # imports jax
+    from podrl.storage.record import CheckpointRecord  # imports jax
 
-    state = Record.read(workdir / "checkpoints" / str(step)).state or {}
+    state = CheckpointRecord.read(workdir / "checkpoints" / str(step)).state or {}
     return {f"checkpoint/{name}": total for name, total in state.items()}
 
 
-def _of_step(workdir: pathlib.Path, step: int) -> dict[str, Any] | None:
+def _of_step(workdir: pathlib.Path, step: int) -> JsonObject | None:
     """Reads the metrics of a step, without metrics that depend on clocks or the process; None if the step is not
     recorded."""
     for record in read_metrics(workdir):
@@ -223,7 +223,7 @@ def _of_step(workdir: pathlib.Path, step: int) -> dict[str, Any] | None:
     return None
 
 
-def _changed(config: Mapping[str, Any], changes: Sequence[str]) -> dict[str, Any]:
+def _changed(config: ConfigValues, changes: Sequence[str]) -> ConfigValues:
     """Applies changes of the form KEY=VALUE to a configuration, with values as config.json would hold them.
 
     Raises:
@@ -289,7 +289,7 @@ def main(argv: Sequence[str]) -> int:
     return EXIT_USER if other and not args.change else EXIT_DONE
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     return "" if value is None else f"{value:.9g}"
 
 

@@ -13,13 +13,24 @@ Index t describes token t everywhere: `logprob_BT[b, t]` is log p(token t | toke
 import dataclasses
 import enum
 from collections.abc import Collection, Mapping, Sequence
-from typing import Annotated, Any, Generic, Literal, TypeVar
+from typing import Annotated, Any, Generic, Literal, Protocol, TypeVar
 
 import flax.struct
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt8
 
+from podrl.mappings import EpisodeRecord, TaskColumns
+
 PyTree = Any
+
+
+class Device(Protocol):
+    """A device of jax, real or of a topology; jax's own name for this type is no class to type checkers."""
+
+    id: int
+    process_index: int
+    platform: str
+    device_kind: str
 
 
 class BatchError(ValueError):
@@ -43,7 +54,7 @@ class Prompts:
     length_P: Int[np.ndarray, " P"]
     index_P: Int[np.ndarray, " P"]
     text: Sequence[str]
-    fields: Mapping[str, Sequence[Any]]
+    fields: TaskColumns
     data_state: bytes
 
 
@@ -80,7 +91,7 @@ class LeftOut(enum.IntEnum):
 
 
 # The entry of `Rollouts.episodes` for a sample that has no environment.
-NO_EPISODE: Mapping[str, Any] = {"turns": [], "metrics": {}, "seconds": 0.0}
+NO_EPISODE: EpisodeRecord = {"turns": [], "metrics": {}, "seconds": 0.0}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +162,7 @@ class Rollouts:
     turn_reward_BT: Float[np.ndarray, "B T"]
     stop_B: Int[np.ndarray, " B"]
     completions: Sequence[str]
-    episodes: Sequence[Mapping[str, Any]]
+    episodes: Sequence[EpisodeRecord]
     seconds: float
     route_BTX: UInt8[np.ndarray, "B T X"] | None = None
 

@@ -13,7 +13,6 @@ import pathlib
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from podrl.config import plural
 from podrl.environments.config import VERIFIERS_AGENT
@@ -23,7 +22,7 @@ from podrl.runtime.watchdog import EXIT_DONE, EXIT_USER
 _DEADLINE_S = 3600.0  # longest time for which verifiers may write records; a taskset may first download its data
 
 
-def write(taskset: str, python: str, out: pathlib.Path, env: Mapping[str, Any], limit: int | None) -> int:
+def write(taskset: str, python: str, out: pathlib.Path, env: Mapping[str, object], limit: int | None) -> int:
     """Writes a record for each task of a taskset; `out` appears once all are written.
 
     Args:

@@ -20,10 +20,10 @@ from podrl.cluster.teacher import Teacher
 from podrl.cluster.weights import WeightSync
 from podrl.cluster.worker import rollout_worker
 from podrl.config import Elsewhere, as_settings, known_arguments, refused_arguments
-from podrl.data.chat import Message
 from podrl.data.conversation import prompts_of
 from podrl.data.tokenizer import Tokenizer
 from podrl.engine.config import RolloutConfig, Sampling
+from podrl.mappings import ChatMessage
 from podrl.mesh.build import local_mesh
 from podrl.models.config import LoraConfig, ModelConfig
 from podrl.models.moe import check_mesh
@@ -295,7 +295,7 @@ class RLCluster:
     )
     def generate(
         self,
-        prompts: Prompts | Sequence[str | Sequence[Message]],
+        prompts: Prompts | Sequence[str | Sequence[ChatMessage]],
         policy: Policy | None = None,
         *,
         apply_chat_template: bool = False,

@@ -1,15 +1,15 @@
 """Turns the answers of records into examples: tokens of a prompt and of the answer that is learned after it."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from podrl.data import conversation, shape
-from podrl.data.chat import Message
 from podrl.data.config import DataConfig
 from podrl.data.pipeline import Renderer
 from podrl.data.stream import Limit, TooLong
 from podrl.data.template import TextPart, turn
 from podrl.data.tokenizer import Tokenizer
+from podrl.mappings import ChatMessage, Record
 
 
 class Example(NamedTuple):
@@ -60,7 +60,7 @@ def encode_chat(parts: Sequence[TextPart], tokenizer: Tokenizer, limit: Limit) -
 
 
 def turns(
-    messages: Sequence[Message], tokenizer: Tokenizer, limit: Limit, *, tools: Any = None, first: int = 0
+    messages: Sequence[ChatMessage], tokenizer: Tokenizer, limit: Limit, *, tools: object = None, first: int = 0
 ) -> Example | TooLong:
     """Encodes a conversation as an example in which the assistant's turns from message `first` on are learned.
 
@@ -81,7 +81,7 @@ def turns(
 
 
 def of_record(
-    record: Mapping[str, Any], names: Sequence[str], render: Renderer, tokenizer: Tokenizer, limit: Limit
+    record: Record, names: Sequence[str], render: Renderer, tokenizer: Tokenizer, limit: Limit
 ) -> list[Example | TooLong]:
     """Makes an example of each of a record's answers, after the record's prompt; an example ends with the model's last
     turn.
@@ -108,7 +108,7 @@ def of_record(
     return [example if isinstance(example, TooLong) else _ended(example) for example in examples]
 
 
-def check(record: Mapping[str, Any], names: Sequence[str], data: DataConfig) -> str:
+def check(record: Record, names: Sequence[str], data: DataConfig) -> str:
     """Returns the reason why the answers in a record's fields `names` make no examples; '' if they do."""
     before = "prompt" if record.get("prompt") is not None else data.question_field
     if not _has_turns(record, names):
@@ -145,22 +145,22 @@ def check(record: Mapping[str, Any], names: Sequence[str], data: DataConfig) -> 
     return ""
 
 
-def _has_turns(record: Mapping[str, Any], names: Sequence[str]) -> bool:
+def _has_turns(record: Record, names: Sequence[str]) -> bool:
     return any(isinstance(record.get(name), list) for name in ("prompt", *names))
 
 
-def _as_turns(answer: Any) -> Sequence[Message]:
+def _as_turns(answer: str | Sequence[ChatMessage]) -> Sequence[ChatMessage]:
     return [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
 
 
-def _turns_before(record: Mapping[str, Any], answer: Any, render: Renderer) -> Sequence[Message]:
+def _turns_before(record: Record, answer: str | Sequence[ChatMessage], render: Renderer) -> Sequence[ChatMessage]:
     """Returns the turns before a record's answers; no turns if the answers are whole conversations."""
     if isinstance(record.get("prompt"), list):
         return record["prompt"]
     return [] if _as_turns(answer)[0]["role"] != "assistant" else render.turns(record)
 
 
-def _shared(conversations: Sequence[Sequence[Message]]) -> int:
+def _shared(conversations: Sequence[Sequence[ChatMessage]]) -> int:
     """Counts the messages that all conversations have in common at their beginning; 0 for a single conversation."""
     if len(conversations) < 2:
         return 0

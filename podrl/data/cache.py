@@ -13,7 +13,6 @@ import time
 import zipfile
 import zlib
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 from etils import epath
@@ -98,7 +97,7 @@ def _temporary() -> "tempfile.TemporaryDirectory[str]":
     return tempfile.TemporaryDirectory(prefix="podrl-data-")
 
 
-def key(*parts: Any) -> str:
+def key(*parts: object) -> str:
     """Computes a key of the cache: the checksum of `parts`, which JSON must hold, and of this package's code.
 
     The code is part of the key, so that a changed reader does not use the results of an older one.

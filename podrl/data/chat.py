@@ -11,15 +11,14 @@ import jinja2.parser
 import jinja2.sandbox
 from jinja2 import nodes
 
+from podrl.mappings import ChatMessage, ToolSchema
+
 # The limit of several quantities: characters that a template adds to the messages, turns of its loops over ranges, and
 # the size of a number or a text that it computes.
 MOST = 1 << 20
 # Names of the template variables that hold the marks around a text inside {% generation %}.
 _MARKS = ("generation_opens_", "generation_closes_")
 _WIDTH = re.compile(r"[%:{]\S*\d{7}")  # finds a format in a text that would pad to millions of characters
-
-Message = Mapping[str, Any]  # 'role', 'content', and other fields that templates read, such as 'tool_calls'
-Tools = Sequence[Mapping[str, Any]]  # each is {"type": "function", "function": {name, description, parameters}}
 
 
 class ChatTemplate:
@@ -50,11 +49,11 @@ class ChatTemplate:
 
     def render(
         self,
-        messages: Sequence[Message],
+        messages: Sequence[ChatMessage],
         *,
         add_generation_prompt: bool,
         tokens: Mapping[str, str],
-        tools: Tools = (),
+        tools: Sequence[ToolSchema] = (),
         marks: tuple[str, str] = ("", ""),
     ) -> str:
         """Renders the conversation as text.
@@ -93,7 +92,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     intercepted_binops = frozenset({"+", "*", "**"})
 
-    def __init__(self, **options: Any):
+    def __init__(self, **options: object):
         super().__init__(**options)
         self.turns_left = MOST
         self.globals["range"] = self._range
@@ -106,13 +105,13 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             raise jinja2.TemplateError(f"it loops more than {MOST:,} times")
         return numbers
 
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
         if _size(operator, left, right) > MOST:
             raise jinja2.TemplateError(f"{operator!r} makes a value larger than {MOST:,} characters or digits")
         return super().call_binop(context, operator, left, right)
 
 
-def _size(operator: str, left: Any, right: Any) -> float:
+def _size(operator: str, left: object, right: object) -> float:
     """Estimates the characters or digits of a sum, product or power of template values."""
     if operator == "+":
         return sum(len(value) for value in (left, right) if isinstance(value, str | bytes | list | tuple))
@@ -137,7 +136,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 def _json(
-    value: Any,
+    value: object,
     ensure_ascii: bool = False,
     indent: int | None = None,
     separators: tuple[str, str] | None = None,
@@ -154,7 +153,7 @@ def _bounded(pieces: Iterator[str], most: int) -> Iterator[str]:
         yield piece
 
 
-def _check_constant(value: Any) -> None:
+def _check_constant(value: object) -> None:
     if isinstance(value, int) and abs(value) > MOST:
         raise jinja2.TemplateError(f"the number {str(value)[:20]} is larger than {MOST:,}")
     if isinstance(value, str) and (found := _WIDTH.search(value)):

@@ -12,6 +12,7 @@ from podrl.data.pools import CurriculumConfig
 from podrl.data.problem_generator import ProblemGenerator
 from podrl.data.reasoning import PREFIX as REASONING
 from podrl.data.transforms import Transform
+from podrl.mappings import TaskFields
 
 PROBLEMS = "problems"
 # The tasks that come with podrl, by the value of data.path that chooses them.
@@ -107,7 +108,7 @@ class SourceConfig:
         return self.name or last.strip("*-_") or self.path
 
     @property
-    def fields(self) -> dict[str, Any]:
+    def fields(self) -> TaskFields:
         """The fields that these settings add to the source's records."""
         settings = {"group": self.group, "env": self.env, "reward_fns": list(self.reward)}
         return {name: value for name, value in settings.items() if value}
@@ -199,7 +200,7 @@ class DataConfig:
         return dataclasses.replace(self, path=source.path, sources=(), **own)
 
 
-def _check_arguments(section: str, path: str, arguments: Mapping[str, Any]) -> None:
+def _check_arguments(section: str, path: str, arguments: Mapping[str, object]) -> None:
     if arguments and not path.startswith(REASONING):
         raise ValueError(f"{section}: {path!r} takes no arguments={dict(arguments)}: only {REASONING}NAME does.")
     if own := sorted({"seed", "size"} & set(arguments)):

@@ -11,15 +11,15 @@ import functools
 import json
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from podrl.data import shape, template
-from podrl.data.chat import Message, Tools
 from podrl.data.template import TextPart
 from podrl.data.tokenizer import Tokenizer, right_padded
+from podrl.mappings import ChatMessage, JsonObject, Record, ToolSchema
 from podrl.runtime import plain
 from podrl.types import Prompts
 
@@ -32,7 +32,11 @@ _QUESTION = {"role": "user", "content": "ask"}  # question that is put before a 
 
 
 def render(
-    tokenizer: Tokenizer, messages: Sequence[Message], *, tools: Tools | None = None, add_generation_prompt: bool = True
+    tokenizer: Tokenizer,
+    messages: Sequence[ChatMessage],
+    *,
+    tools: Sequence[ToolSchema] | None = None,
+    add_generation_prompt: bool = True,
 ) -> str:
     """Renders a conversation as text, and makes sure that the text holds every message.
 
@@ -50,7 +54,7 @@ def render(
 
 
 def parts(
-    tokenizer: Tokenizer, messages: Sequence[Message], *, tools: Tools | None = None, first: int = 0
+    tokenizer: Tokenizer, messages: Sequence[ChatMessage], *, tools: Sequence[ToolSchema] | None = None, first: int = 0
 ) -> list[TextPart]:
     """Renders a conversation as parts whose texts join to the template's text; the assistant's turns are learned.
 
@@ -102,7 +106,7 @@ def parts(
     return [part for part in text_parts if part.text or part.ends]
 
 
-def _thoughts(message: Message) -> str:
+def _thoughts(message: ChatMessage) -> str:
     """Returns the thoughts of an assistant's turn, from a field of their own or from its content; '' for none."""
     within = str(message.get("content")).partition("</think>")
     thoughts = next((message[name] for name in _REASONING if message.get(name)), within[0] if within[1] else "")
@@ -135,7 +139,9 @@ class _Writing:
       whole: text of all messages, as the template renders them.
     """
 
-    def __init__(self, tokenizer: Tokenizer, messages: Sequence[Message], tools: Tools | None) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, messages: Sequence[ChatMessage], tools: Sequence[ToolSchema] | None
+    ) -> None:
         """Finds a form of the messages that the template writes in full.
 
         Raises:
@@ -244,7 +250,7 @@ class _Writing:
             return ""
         return prompt[_shared(question, prompt) :]
 
-    def _before(self, i: int) -> Sequence[Message]:
+    def _before(self, i: int) -> Sequence[ChatMessage]:
         """Returns the messages before index i, and a question if the template demands one before the model's turn."""
         try:
             self.write(self.messages[:i], add_generation_prompt=True)
@@ -252,7 +258,7 @@ class _Writing:
             return [*self.messages[:i], _QUESTION]
         return self.messages[:i]
 
-    def _headers(self, before: Sequence[Message], prompt: str) -> Mapping[int, str]:
+    def _headers(self, before: Sequence[ChatMessage], prompt: str) -> Mapping[int, str]:
         """Finds the places in a turn's prompt where its header may end, and the text by which to find each again.
 
         A prompt may have white space, tags or special tokens after the header; some of them open a thought.
@@ -276,8 +282,8 @@ class _Writing:
         prompt: str,
         headers: Mapping[int, str],
         text: str,
-        before: Sequence[Message],
-        behind: Sequence[Message],
+        before: Sequence[ChatMessage],
+        behind: Sequence[ChatMessage],
     ) -> int:
         """Finds where the words of the turn at index i begin in a rendering that does not begin with the turn's prompt.
 
@@ -402,7 +408,7 @@ class _Writing:
 
         Made-up words are put into every message and call, and are looked for in the rendering.
         """
-        probe: list[Message] = []
+        probe: list[ChatMessage] = []
         words: list[tuple[int, str, Sequence[str]]] = []
         for i, message in enumerate(self.messages):
             if calls := message.get("tool_calls"):
@@ -423,7 +429,7 @@ class _Writing:
                 raise self.fault(i, "writes the arguments of its call as text within text")
 
 
-def _normalized(message: Message) -> Message:
+def _normalized(message: ChatMessage) -> ChatMessage:
     """Copies a message without empty calls and None fields, with its thoughts under both names that templates use."""
     fields = _without_none(message)
     if calls := fields.pop("tool_calls", None):
@@ -432,11 +438,11 @@ def _normalized(message: Message) -> Message:
     return fields if thoughts is None else {"thinking": thoughts, **fields, "reasoning_content": thoughts}
 
 
-def _without_none(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _without_none(fields: JsonObject) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def _forms(messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
+def _forms(messages: Sequence[ChatMessage]) -> Iterator[Sequence[ChatMessage]]:
     """Yields the messages in every form that templates may expect of calls.
 
     Arguments are an object or JSON text. The content of a turn without words is absent, '' or None.
@@ -449,7 +455,7 @@ def _forms(messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
             yield [_formed(message, read, blank) if "tool_calls" in message else message for message in messages]
 
 
-def _formed(message: Message, read: Any, blank: Message) -> Message:
+def _formed(message: ChatMessage, read: Callable[[Any], object], blank: ChatMessage) -> ChatMessage:
     calls = [
         _with(call, {**_function(call), "arguments": read(_function(call).get("arguments"))})
         for call in message["tool_calls"]
@@ -458,15 +464,15 @@ def _formed(message: Message, read: Any, blank: Message) -> Message:
     return {**blank, **fields, "tool_calls": calls}
 
 
-def _function(call: Mapping[str, Any]) -> Mapping[str, Any]:
+def _function(call: JsonObject) -> JsonObject:
     return call.get("function", call)
 
 
-def _with(call: Mapping[str, Any], function: Mapping[str, Any]) -> Mapping[str, Any]:
+def _with(call: JsonObject, function: JsonObject) -> JsonObject:
     return {**call, "function": function} if "function" in call else function
 
 
-def _called(call: Mapping[str, Any], word: str) -> Mapping[str, Any]:
+def _called(call: JsonObject, word: str) -> JsonObject:
     """Returns a call with made-up words for its name and arguments."""
     function = {**_function(call), "name": f"{word}n"}
     if "arguments" in function:
@@ -487,11 +493,11 @@ def _object(arguments: Any) -> Any:
     return read if isinstance(read, dict) else arguments
 
 
-def _text(arguments: Any) -> Any:
+def _text(arguments: object) -> object:
     return arguments if isinstance(arguments, str) else _json(arguments)
 
 
-def _json(value: Any) -> str:
+def _json(value: object) -> str:
     return json.dumps(value, ensure_ascii=False, default=str)
 
 
@@ -519,7 +525,7 @@ def _is_cut(text: str, of: str) -> bool:
 
 
 def prompt(
-    record: shape.Record,
+    record: Record,
     tokenizer: Tokenizer,
     *,
     system: str,
@@ -558,7 +564,7 @@ def prompt(
 
 
 def prompts_of(
-    conversations: Sequence[str | Sequence[Message]], tokenizer: Tokenizer, *, max_length: int, chat: bool = False
+    conversations: Sequence[str | Sequence[ChatMessage]], tokenizer: Tokenizer, *, max_length: int, chat: bool = False
 ) -> Prompts:
     """Makes prompts of plain texts and of conversations.
 

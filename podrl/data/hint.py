@@ -1,10 +1,9 @@
 """The prompt that only a teacher reads: a record's prompt with a hint that is made from the record's fields."""
 
 import re
-from collections.abc import Mapping
-from typing import Any
 
 from podrl.data import shape
+from podrl.mappings import Record, TaskFields
 from podrl.runtime import plain
 
 TEACHER_PROMPT = "teacher_prompt"  # field of a prompt with the token ids that its teacher reads in place of the prompt
@@ -12,7 +11,7 @@ _SLOT = re.compile(r"\{(\w+)\}")
 _QUESTION_SLOT = "prompt"  # name of the slot that stands for the text of the question
 
 
-def with_hint(record: shape.Record, fields: Mapping[str, Any], hint: str, question_field: str) -> shape.Record:
+def with_hint(record: Record, fields: TaskFields, hint: str, question_field: str) -> Record:
     """Returns the record with a hint in its question: the last turn of the user, the prompt, or the field `question`.
 
     Args:
@@ -37,7 +36,7 @@ def with_hint(record: shape.Record, fields: Mapping[str, Any], hint: str, questi
     return {**record, name: [*messages[:last], message, *messages[last + 1 :]]}
 
 
-def _filled(question: str, fields: Mapping[str, Any], hint: str) -> str:
+def _filled(question: str, fields: TaskFields, hint: str) -> str:
     def text(slot: re.Match[str]) -> str:
         name = slot[1]
         if name == _QUESTION_SLOT:

@@ -6,13 +6,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from podrl.data import answers, pipeline, sources
+from podrl.data import answers, pipeline
 from podrl.data.answers import Example, encode
 from podrl.data.config import EMBEDDED, DataConfig
 from podrl.data.problem_generator import RandomDraws
 from podrl.data.sft import SFTBatch, by_part, forms, open_answers
 from podrl.data.stream import BatchStream, Limit, Stream, TooLong
 from podrl.data.tokenizer import Tokenizer
+from podrl.mappings import Record
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +112,7 @@ class _Writer:
         return example if isinstance(example, TooLong) else _LabelledExample(example, desirable)
 
 
-def check_form(record: sources.Record, place: str, data: DataConfig) -> None:
+def check_form(record: Record, place: str, data: DataConfig) -> None:
     """Refuses a record that holds no labelled answer.
 
     Raises:

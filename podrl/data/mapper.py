@@ -4,9 +4,9 @@ It never imports jax.
 """
 
 import json
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
+from podrl.mappings import JsonObject, Record
 from podrl.workers import child, frames
 from podrl.workers.user_objects import explain, short
 
@@ -16,9 +16,9 @@ def main() -> None:
     child.serve(lambda function, spec: {}, mapped)
 
 
-def mapped(function: Callable[..., Any], records: list[dict[str, Any]]) -> dict[str, Any]:
+def mapped(function: Callable[..., object], records: Sequence[Record]) -> JsonObject:
     """Applies a function to records: {'records': results}, or {'raised': error, 'record': index of the record}."""
-    results: list[Any] = []
+    results: list[object] = []
     left = frames.MOST_BYTES // 2  # the other half of a message is room for the JSON around the records
     for i, record in enumerate(records):
         try:

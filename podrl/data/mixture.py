@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from etils import epath
@@ -15,15 +15,17 @@ from podrl.data.cache import Cache, key
 from podrl.data.config import EMBEDDED, REASONING, DataConfig, SourceConfig, is_generated
 from podrl.data.notes import Notes, Subset
 from podrl.data.reasoning import ReasoningGym
-from podrl.data.sources import Record, Source
+from podrl.data.sources import Source
 from podrl.data.stream import Mixture
 from podrl.data.transforms import transformed
+from podrl.mappings import Record, TaskFields
 from podrl.types import SOURCE
 
 _log = logging.getLogger(__name__)
 # Files of at least this many bytes are cached: reading a smaller file is faster than finding it in the cache.
 WORTH = 1 << 20
 
+T = TypeVar("T")
 Form = Callable[[Record, str, DataConfig], None]
 
 
@@ -50,7 +52,7 @@ class OpenedSource:
     weight: float
     unanswered: str = ""
     counts: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    fields: TaskFields = dataclasses.field(default_factory=dict)
     hashes: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.uint64))
 
 
@@ -101,7 +103,7 @@ class OpenedSources:
         """Number of records in data.eval_path, or without this key the number of records that the sources hold out."""
         return sum(len(part.held_out) for part in self.parts) if self.evaluation is None else len(self.evaluation)
 
-    def rows(self) -> Sequence[Mapping[str, Any]]:
+    def rows(self) -> Sequence[Record]:
         """Returns a row per source for the run directory: the share of the prompts, and numbers of records by use."""
         whole = sum(part.weight for part in self.parts)
         return [
@@ -135,7 +137,7 @@ class _Key:
     every file, so that a changed file makes another key.
     """
 
-    def __init__(self, config: DataConfig, form: Form | None, identities: tuple[Any, ...]) -> None:
+    def __init__(self, config: DataConfig, form: Form | None, identities: tuple[object, ...]) -> None:
         self.config, self.form, self._text = config, form, repr((config, form, identities))
 
     def __hash__(self) -> int:
@@ -352,7 +354,7 @@ def hashed(values: np.ndarray) -> np.ndarray:
     return values ^ (values >> np.uint64(31))
 
 
-def interleaved(items: Sequence[Iterator[Any]]) -> Iterator[Any]:
+def interleaved(items: Sequence[Iterator[T]]) -> Iterator[T]:
     """Yields one item of each iterator in turn, until all iterators have ended."""
     left = list(items)
     while left:

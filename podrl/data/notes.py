@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from podrl.data import shape
-from podrl.data.sources import Record, Source
+from podrl.data.sources import Records, Source
+from podrl.mappings import Record
 
 
 class Notes:
@@ -73,7 +74,7 @@ class Notes:
         """The hash of every record's question; equal if two records ask the same, as `shape.same_question` says."""
         return np.frombuffer(self._hashes, np.uint64)
 
-    def unanswered(self, records: Any) -> str:
+    def unanswered(self, records: Records) -> str:
         """Names the place and the fields of the first record without an answer; '' if every record has one."""
         missing = np.flatnonzero(np.frombuffer(self._answered, np.int8) == 0)
         if not len(missing):

@@ -14,6 +14,7 @@ from podrl.data.problem_generator import RandomDraws
 from podrl.data.sft import SFTBatch, by_part, forms, open_answers
 from podrl.data.stream import BatchStream, Limit, Stream, TooLong
 from podrl.data.tokenizer import Tokenizer
+from podrl.mappings import Record
 
 
 class _Pair(NamedTuple):
@@ -117,7 +118,7 @@ class _Writer:
         return _Pair(chosen, rejected)
 
 
-def check_form(record: sources.Record, place: str, data: DataConfig) -> None:
+def check_form(record: Record, place: str, data: DataConfig) -> None:
     """Refuses a record that holds no pair.
 
     Raises:

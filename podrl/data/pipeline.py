@@ -16,9 +16,9 @@ from podrl.data.hint import TEACHER_PROMPT, with_hint
 from podrl.data.mixture import OpenedSource, interleaved, reasoning_gym, split
 from podrl.data.pools import Curriculum, CurriculumConfig
 from podrl.data.problem_generator import Problem
-from podrl.data.sources import Record
 from podrl.data.stream import BatchStream, Limit, Mixture, Stream, TooLong
 from podrl.data.tokenizer import Tokenizer, right_padded
+from podrl.mappings import Record, TaskFields
 from podrl.types import Prompts
 
 
@@ -27,7 +27,7 @@ class _Task(NamedTuple):
 
     text: str
     tokens: Sequence[int]
-    fields: Mapping[str, Any]
+    fields: TaskFields
 
 
 class PromptStream(BatchStream[_Task]):
@@ -50,7 +50,7 @@ class PromptStream(BatchStream[_Task]):
     def __init__(
         self,
         source: sources.Source | Mixture,
-        render: Callable[[Any], tuple[template.TextPart, Mapping[str, Any]]],
+        render: Callable[[Any], tuple[template.TextPart, TaskFields]],
         tokenizer: Tokenizer,
         *,
         prompts_per_step: int,
@@ -92,7 +92,7 @@ class PromptStream(BatchStream[_Task]):
                 return hint_limit.exceeded(prompt.text, len(hinted))
             return _tokenise(prompt, fields, tokenizer, limit)
 
-        order: Any = (source, prepare, shuffle_seed, limit)
+        order = (source, prepare, shuffle_seed, limit)
         tasks: Stream[_Task] = Stream(*order, tools=tokenizer.tools_digest)
         self.curriculum = None
         if curriculum is not None and curriculum.used:
@@ -146,7 +146,7 @@ class PromptStream(BatchStream[_Task]):
     @classmethod
     def from_list(
         cls,
-        prompts: Iterable[str | Mapping[str, Any]],
+        prompts: Iterable[str | Record],
         tokenizer: Tokenizer,
         *,
         prompts_per_step: int,
@@ -167,7 +167,7 @@ class PromptStream(BatchStream[_Task]):
         lacks = [i for i, record in enumerate(records) if not shape.answers(record, f"Prompt {i}")]
         form = "chat" if tokenizer.has_chat_template else "plain"
 
-        def render(record: Record) -> tuple[template.TextPart, Mapping[str, Any]]:
+        def render(record: Record) -> tuple[template.TextPart, TaskFields]:
             prompt = conversation.prompt(record, tokenizer, system=system, form=form)
             others = {key: value for key, value in record.items() if key != shape.prompt_field(record)}
             return prompt, {shape.QUESTION: shape.question(record), **others}
@@ -219,7 +219,7 @@ def held_out_prompts(
     if not count:
         return []
     opened = split(config)
-    rendered: Iterator[tuple[template.TextPart, Mapping[str, Any]]]
+    rendered: Iterator[tuple[template.TextPart, TaskFields]]
     if opened.evaluation is not None:
         rendered = sources.make_all(opened.evaluation, Renderer(config, tokenizer))
     else:
@@ -241,7 +241,7 @@ def set_prompts(config: DataConfig, tokenizer: Tokenizer, *, count: int, max_pro
 
 
 def _fixed(
-    rendered: Iterator[tuple[template.TextPart, Mapping[str, Any]]],
+    rendered: Iterator[tuple[template.TextPart, TaskFields]],
     config: DataConfig,
     tokenizer: Tokenizer,
     count: int,
@@ -332,7 +332,7 @@ def system_prompt(config: DataConfig) -> str:
 
 def renderer(
     config: DataConfig, tokenizer: Tokenizer, teachers: Mapping[str, Tokenizer]
-) -> Callable[[Any], tuple[template.TextPart, Mapping[str, Any]]]:
+) -> Callable[[Any], tuple[template.TextPart, TaskFields]]:
     """Makes the function that renders the items of a configuration's training stream: (prompt, reward fields).
 
     An item is a record, or a `MixtureRecord` of a mixture.
@@ -359,7 +359,7 @@ class PartRenderer:
     def __init__(self, part: OpenedSource, tokenizer: Tokenizer, *, reader: Tokenizer | None = None) -> None:
         self._render, self._fields = Renderer(part.config, tokenizer, reader=reader), part.fields
 
-    def __call__(self, record: Any) -> tuple[template.TextPart, Mapping[str, Any]]:
+    def __call__(self, record: Record | Problem) -> tuple[template.TextPart, TaskFields]:
         prompt, fields = self._render(record)
         return prompt, {**fields, **self._fields}
 
@@ -383,7 +383,7 @@ class Renderer:
                 "env.system_prompt_file, or choose an env.parser whose tags the model knows."
             )
 
-    def __call__(self, record: Record | Problem) -> tuple[template.TextPart, Mapping[str, Any]]:
+    def __call__(self, record: Record | Problem) -> tuple[template.TextPart, TaskFields]:
         fields = task_fields(record, self._config)
         question = record if isinstance(record, Mapping) else fields
         if self._reader is not None:
@@ -416,7 +416,7 @@ class Renderer:
         return [{"role": "user", "content": template.user_turn(question, self._system)}]
 
 
-def task_fields(record: Record | Problem, config: DataConfig) -> dict[str, Any]:
+def task_fields(record: Record | Problem, config: DataConfig) -> TaskFields:
     """Returns the fields of a record for reward functions, as podrl.data.shape.fields makes them."""
     if not isinstance(record, Mapping):
         return dict(record.fields)
@@ -440,7 +440,7 @@ def replaced_fields(record: Record | Problem, config: DataConfig) -> set[str]:
     return {name for name in own - read if task[name] != record[name]}
 
 
-def _listed(item: str | Mapping[str, Any], index: int) -> Mapping[str, Any]:
+def _listed(item: str | Record, index: int) -> Record:
     raw = {"prompt": item} if isinstance(item, str) else item
     if not isinstance(raw, Mapping):
         raise ValueError(f"Prompt {index} is {item!r}: it must be a text, or a record with 'prompt' or 'question'.")
@@ -453,9 +453,7 @@ def _tokens_of(prompt: template.TextPart, tokenizer: Tokenizer) -> list[int]:
     return tokenizer.encode(prompt.text, start=not prompt.rendered)
 
 
-def _tokenise(
-    prompt: template.TextPart, fields: Mapping[str, Any], tokenizer: Tokenizer, limit: Limit
-) -> "_Task | TooLong":
+def _tokenise(prompt: template.TextPart, fields: TaskFields, tokenizer: Tokenizer, limit: Limit) -> "_Task | TooLong":
     tokens, text = _tokens_of(prompt, tokenizer), prompt.text
     return _Task(text, tokens, fields) if len(tokens) <= limit.tokens else limit.exceeded(text, len(tokens))
 

@@ -6,12 +6,13 @@ problem in its wording alone.
 """
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Generic, Literal, Protocol, TypeVar
 
 import numpy as np
 
 from podrl.config import plural
+from podrl.mappings import TaskFields
 
 T = TypeVar("T")
 Split = Literal["train", "held_out"]
@@ -29,7 +30,7 @@ class Problem(Protocol):
         ...
 
     @property
-    def fields(self) -> Mapping[str, Any]:
+    def fields(self) -> TaskFields:
         """The fields of the problem's record: 'question', 'answer', and others that the task has."""
         ...
 

@@ -8,12 +8,12 @@ import dataclasses
 import functools
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from podrl.data import reasoning_worker
 from podrl.data.problem_generator import Split
-from podrl.data.sources import Record, Records
+from podrl.data.sources import Records
+from podrl.mappings import JsonObject, Record
 from podrl.workers.process import DiedError, Functions, LateWorkerError
 from podrl.workers.user_code import Limits
 
@@ -45,7 +45,7 @@ class ReasoningGym:
     """
 
     path: str
-    arguments: Mapping[str, Any]
+    arguments: JsonObject
     seed: int
     size: int
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from podrl.data.problem_generator import RandomDraws, Split, held_out
+from podrl.mappings import JsonObject
 from podrl.workers import child
 from podrl.workers.user_objects import explain
 
@@ -37,9 +38,7 @@ def dataset(name: str, arguments: str) -> Any:
         raise ValueError(f"data.arguments={arguments} with data.size and data.seed is not accepted: {error}") from error
 
 
-def records(
-    name: str, arguments: dict[str, Any], seed: int, size: int, split: Split, indices: Sequence[int]
-) -> list[str]:
+def records(name: str, arguments: JsonObject, seed: int, size: int, split: Split, indices: Sequence[int]) -> list[str]:
     """Writes the problems at some indices of a split.
 
     The candidates for index i are problem i of the dataset, and then problems at random places after the first `size`.
@@ -63,7 +62,7 @@ def records(
     return [json.dumps(_record(name, arguments, _entry(of, seed, size, split, index))) for index in indices]
 
 
-def _entry(of: Any, seed: int, size: int, split: Split, index: int) -> dict[str, Any]:
+def _entry(of: Any, seed: int, size: int, split: Split, index: int) -> JsonObject:
     draw = RandomDraws(seed, 5, index)
     for tried in range(_TRIES):
         entry = of[draw.between(size, 2 * size - 1) if tried else index]
@@ -75,7 +74,7 @@ def _entry(of: Any, seed: int, size: int, split: Split, index: int) -> dict[str,
     )
 
 
-def _record(name: str, arguments: dict[str, Any], entry: dict[str, Any]) -> dict[str, Any]:
+def _record(name: str, arguments: JsonObject, entry: JsonObject) -> JsonObject:
     answer = {"answer": entry["answer"]} if isinstance(entry["answer"], str) and entry["answer"].strip() else {}
     # JSON has no tuples and no keys that are numbers, and some scorers compare with those, so this field is the text of
     # a Python literal.
@@ -95,7 +94,7 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, str | int | float | bool | None) else str(value)
 
 
-def _answer(arguments: dict[str, Any]) -> dict[str, Any]:
+def _answer(arguments: JsonObject) -> JsonObject:
     try:
         return {"records": records(**arguments)}
     except ValueError as error:

@@ -9,17 +9,17 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from podrl.config import Count, Natural, Range, Share, section
-from podrl.data import answers, conversation, mixture, pipeline, shape, sources, template
+from podrl.data import answers, conversation, mixture, pipeline, shape, template
 from podrl.data.answers import Example, encode
-from podrl.data.chat import Message
 from podrl.data.config import DataConfig
 from podrl.data.facts import Fact
 from podrl.data.mixture import Form, split
-from podrl.data.problem_generator import RandomDraws
+from podrl.data.problem_generator import Problem, RandomDraws
 from podrl.data.stream import BatchStream, Limit, Stream, TooLong
 from podrl.data.sums import Sum
 from podrl.data.template import TextPart, turn
 from podrl.data.tokenizer import Tokenizer, right_padded
+from podrl.mappings import ChatMessage, Record
 from podrl.runtime import plain
 
 # Styles of answers that a base model might write instead of the reference form.
@@ -148,7 +148,7 @@ class _Writer:
         self._data, self._config, self._tokenizer, self._limit = data, config, tokenizer, limit
         self._render = pipeline.Renderer(data, tokenizer)
 
-    def __call__(self, index: int, record: Any) -> Example | TooLong:
+    def __call__(self, index: int, record: Record | Problem) -> Example | TooLong:
         if isinstance(record, Mapping) and record.get("messages") is not None:
             return answers.turns(record["messages"], self._tokenizer, self._limit, tools=record.get("tools"))
         if isinstance(record, Mapping) and record.get("completion") is not None:
@@ -166,7 +166,9 @@ class _Writer:
         return encode([prompt, *parts], self._tokenizer, self._limit)
 
 
-def forms(record: Any, fields: Mapping[str, str], draw: RandomDraws) -> tuple[list[TextPart], list[TextPart]]:
+def forms(
+    record: Record | Problem, fields: Mapping[str, str], draw: RandomDraws
+) -> tuple[list[TextPart], list[TextPart]]:
     """Writes a record's answer in two forms: (the reference form, a form that a base model might write)."""
     if isinstance(record, Sum):
         return record.called(), record.guessed(draw)
@@ -186,7 +188,7 @@ def plain_solution(solution: str) -> str:
     return _CALCULATION.sub("", before if marked else solution)
 
 
-def check_form(record: sources.Record, place: str, data: DataConfig) -> None:
+def check_form(record: Record, place: str, data: DataConfig) -> None:
     """Refuses a record that has none of the three forms of an example.
 
     Raises:
@@ -235,11 +237,11 @@ def by_part(writers: Sequence[Callable[[int, Any], Any]]) -> Callable[[int, Any]
     return lambda index, item: writers[item.part](index, item.record)
 
 
-def _solved(record: sources.Record, place: str, data: DataConfig) -> bool:
+def _solved(record: Record, place: str, data: DataConfig) -> bool:
     """Returns True if a record holds a question and its answer."""
     return shape.is_text(record.get(data.question_field)) and shape.answers(record, place, data.answer_field)
 
 
-def _turns(messages: Sequence[Message], tokenizer: Tokenizer) -> list[TextPart]:
+def _turns(messages: Sequence[ChatMessage], tokenizer: Tokenizer) -> list[TextPart]:
     """Renders a conversation as parts; the assistant's turns are learned."""
     return conversation.parts(tokenizer, messages)

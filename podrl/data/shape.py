@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from podrl.config import plural
+from podrl.mappings import ChatMessage, Record, TaskFields, ToolSchema
 from podrl.runtime import plain
 
-Record = Mapping[str, Any]
 QUESTION, ANSWER = "question", "answer"
 PROMPTS_FILE = "prompts.json"  # file of an exported model that says how the run rendered its questions
 
@@ -40,12 +40,12 @@ def normal(record: Record) -> Record:
     return result
 
 
-def normal_turns(turns: Sequence[Any]) -> list[Any]:
+def normal_turns(turns: Sequence[object]) -> list[Any]:
     """Writes the turns of a conversation in the form that podrl reads, as `normal` says."""
     return [_normal_turn(turn) if isinstance(turn, Mapping) else turn for turn in turns]
 
 
-def _normal_turn(turn: Mapping[str, Any]) -> Mapping[str, Any]:
+def _normal_turn(turn: ChatMessage) -> ChatMessage:
     speaker = turn.get("from")
     if turn.keys() >= {"from", "value"} and isinstance(speaker, str) and not turn.keys() & {"role", "content"}:
         others = {name: value for name, value in turn.items() if name not in ("from", "value")}
@@ -56,7 +56,7 @@ def _normal_turn(turn: Mapping[str, Any]) -> Mapping[str, Any]:
     return turn
 
 
-def _is_text_part(part: Any) -> bool:
+def _is_text_part(part: object) -> bool:
     return isinstance(part, Mapping) and part.get("type") in _TEXTS and isinstance(part.get("text"), str)
 
 
@@ -104,7 +104,7 @@ def check(
         raise ValueError(f"{place}: {name!r} is {value!r} but must be text that is not empty, or a number.")
 
 
-def turns_fault(turns: Any, *, tools: Any = None) -> str:
+def turns_fault(turns: object, *, tools: object = None) -> str:
     """Returns the first fault in the turns of a conversation; '' if there is none.
 
     Args:
@@ -145,13 +145,13 @@ def turns_fault(turns: Any, *, tools: Any = None) -> str:
     return ""
 
 
-def is_learned(turn: Mapping[str, Any]) -> bool:
+def is_learned(turn: ChatMessage) -> bool:
     """Returns True for a turn of the assistant that must be learned: its 'weight', a field of OpenAI's form, is not
     0."""
     return turn["role"] == "assistant" and turn.get("weight") != 0
 
 
-def tools_of(value: Any) -> Sequence[Mapping[str, Any]] | None:
+def tools_of(value: object) -> Sequence[ToolSchema] | None:
     """Reads the schemas in a record's field 'tools': a list, or the JSON text of a list; None if the field is empty.
 
     Raises:
@@ -172,7 +172,7 @@ def tools_of(value: Any) -> Sequence[Mapping[str, Any]] | None:
     return tools
 
 
-def schemas(record: Record) -> Sequence[Mapping[str, Any]] | None:
+def schemas(record: Record) -> Sequence[ToolSchema] | None:
     """Returns the schemas in a record's field 'tools'; None if the field is empty or holds something else."""
     try:
         return tools_of(record.get("tools"))
@@ -180,7 +180,7 @@ def schemas(record: Record) -> Sequence[Mapping[str, Any]] | None:
         return None
 
 
-def _is_call(call: Any) -> bool:
+def _is_call(call: object) -> bool:
     function = call.get("function", call) if isinstance(call, Mapping) else None
     return (
         isinstance(function, Mapping)
@@ -241,7 +241,7 @@ def answers(record: Record, place: str, answer_field: str = ANSWER) -> bool:
     return True
 
 
-def conversation(record: Record, name: str) -> Sequence[Mapping[str, Any]]:
+def conversation(record: Record, name: str) -> Sequence[ChatMessage]:
     """Returns a conversation's turns without a last turn of the assistant, because the model will write that turn."""
     turns = record[name]
     return turns[:-1] if turns[-1]["role"] == "assistant" else turns
@@ -270,7 +270,7 @@ def same_question(record: Record, question_field: str = QUESTION) -> str:
     return " ".join(unicodedata.normalize("NFC", text).casefold().split())
 
 
-def fields(record: Record, question_field: str = QUESTION, answer_field: str = ANSWER) -> dict[str, Any]:
+def fields(record: Record, question_field: str = QUESTION, answer_field: str = ANSWER) -> TaskFields:
     """Returns the fields of a record for reward functions and environments.
 
     `question` is the text of the question. If the record has an answer, `solution` is the text of the answer, and
@@ -305,7 +305,7 @@ def final_answer(solution: str) -> str:
     return template.gsm8k_answer(solution) if mark and "\n" not in rest.strip() else solution
 
 
-def is_text(value: Any) -> bool:
+def is_text(value: object) -> bool:
     """True if `value` is a text that is not blank, or a finite number."""
     try:
         return bool(plain.text(value).strip())

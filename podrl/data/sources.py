@@ -24,12 +24,12 @@ import numpy as np
 from etils import epath
 
 from podrl.data import shape
+from podrl.mappings import JsonObject, Record
 from podrl.runtime import plain
 from podrl.storage import hub
 from podrl.storage.regular import regular
 from podrl.storage.storage import is_remote, locate
 
-Record = Mapping[str, Any]
 Check = Callable[[Record, str], None]  # takes a record and its place; raises ValueError
 _JSONL, _ARRAY_RECORD = ".jsonl", ".array_record"
 _MARK = b"\xef\xbb\xbf"  # the byte-order mark, with which some programs begin UTF-8 files
@@ -270,7 +270,7 @@ def _read(path: str, one_of: Sequence[str], accept: Check, split: str, cache: Re
     return parts[0] if len(parts) == 1 else _JoinedFiles(path, parts)
 
 
-def identity(path: str, split: str = "") -> tuple[Any, ...]:
+def identity(path: str, split: str = "") -> tuple[object, ...]:
     """Identifies the content of a path's files: the result changes if a file's name, size or time does.
 
     Raises:
@@ -388,7 +388,7 @@ def _object(text: str | bytes, place: str) -> Record:
     return record
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _once(pairs: list[tuple[str, object]]) -> JsonObject:
     """Makes a dict of the pairs of a JSON object.
 
     Raises:
@@ -500,7 +500,7 @@ def _parquet(file: epath.Path, one_of: Sequence[str], accept: Check) -> Records:
     return records
 
 
-def _as_json(value: Any) -> Any:
+def _as_json(value: object) -> Any:
     """Converts a value of Arrow to a value of JSON: decimals to numbers, dates and times to texts in ISO's form.
 
     Nulls inside objects are dropped, because Arrow adds them so that all objects of a column have the same keys. Bytes
@@ -581,7 +581,7 @@ def _tfds(path: str) -> Records:
     return ParsedOnAccess(path, stored, lambda raw, _: {key: _plain(value) for key, value in raw.items()})
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     """Converts a value of numpy to a value of Python, and bytes to text."""
     if isinstance(value, np.ndarray):
         return [_plain(one) for one in value] if value.ndim else _plain(value[()])

@@ -126,7 +126,7 @@ class Stream(Generic[Item]):
             raise ValueError("There are no records to train on: data.path must hold at least one.")
         self.emitted = self.skipped = 0
         self.records, self._seed, self._limit, self._tools = records, shuffle_seed, limit, tools
-        self._mixture: list[Any] = []
+        self._mixture: list[list[str | int | float]] = []
         self.too_long: dict[str, int] = {}
         self._prepare = prepare
         datasets = [_numbers(len(one), shuffle_seed, k) for k, one in enumerate(mixed.sources)]
@@ -271,7 +271,7 @@ class Stream(Generic[Item]):
         return ValueError(f"{which} are longer than {most} tokens: raise {self._limit.key}={most}.")
 
 
-def _numbers(records: int, shuffle_seed: int | None, part: int) -> Any:
+def _numbers(records: int, shuffle_seed: int | None, part: int) -> grain.MapDataset:
     """Makes the endless walk through one source, as a Grain data set of (part, number of the record)."""
     dataset = grain.MapDataset.range(records)
     if shuffle_seed is not None:

@@ -6,7 +6,7 @@ import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import sentencepiece
@@ -14,7 +14,8 @@ import tokenizers
 from etils import epath
 from jaxtyping import Int
 
-from podrl.data.chat import ChatTemplate, Message, Tools
+from podrl.data.chat import ChatTemplate
+from podrl.mappings import ChatMessage, JsonObject, ToolSchema
 from podrl.storage.regular import load_object, regular
 from podrl.storage.storage import locate
 
@@ -73,7 +74,7 @@ class Tokenizer:
       tools: schemas of the functions that the model may call; the chat template writes them into every conversation.
     """
 
-    def __init__(self, directory: str | epath.PathLike, *, tools: Tools = ()) -> None:
+    def __init__(self, directory: str | epath.PathLike, *, tools: Sequence[ToolSchema] = ()) -> None:
         """Reads `tokenizer.json` (preferred) or SentencePiece's `tokenizer.model`, and the JSON files beside it.
 
         Args:
@@ -111,7 +112,7 @@ class Tokenizer:
         self._starts = re.compile(f"(?={self._written.pattern})")
 
     @classmethod
-    def load(cls, directory: str | epath.PathLike, *, tools: Tools = ()) -> "Tokenizer":
+    def load(cls, directory: str | epath.PathLike, *, tools: Sequence[ToolSchema] = ()) -> "Tokenizer":
         """Loads a tokenizer, as the constructor does."""
         return cls(directory, tools=tools)
 
@@ -259,10 +260,10 @@ class Tokenizer:
 
     def apply_chat_template(
         self,
-        messages: Sequence[Message],
+        messages: Sequence[ChatMessage],
         *,
         add_generation_prompt: bool = True,
-        tools: Tools | None = None,
+        tools: Sequence[ToolSchema] | None = None,
         marks: tuple[str, str] = ("", ""),
     ) -> str:
         """Formats a conversation as the model's text, start token included; pass it to `encode` without `start`.
@@ -301,7 +302,7 @@ class Tokenizer:
         text = "" if not self.has_chat_template else self.apply_chat_template([{"role": "user", "content": "?"}])
         return tuple(name for tool in self.tools if (name := str(tool["function"]["name"])) not in text)
 
-    def _special_tokens_beyond(self, model: Mapping[str, Any]) -> dict[int, str]:
+    def _special_tokens_beyond(self, model: JsonObject) -> dict[int, str]:
         """Finds the special tokens with the largest ids that have no embedding in the model: {id: text}.
 
         Gemma 3's token for images is one of them. The result is empty if an ordinary token has no embedding either.
@@ -340,7 +341,7 @@ class Tokenizer:
         # The unknown token is not among the ids, because it also stands for characters without a piece.
         return set(found) - {self._backend.token_id(self._tokens.get("unk_token", ""))}, re.compile(written)
 
-    def _one_id(self, name: str, *configs: Mapping[str, Any]) -> int | None:
+    def _one_id(self, name: str, *configs: JsonObject) -> int | None:
         token = self._tokens.get(f"{name}_token")
         if token is not None:
             return self._backend.token_id(token)
@@ -349,7 +350,7 @@ class Tokenizer:
         found = next((i for i in values if i not in none), None)
         return None if found is None else self._checked(f"{name}_token_id", found)
 
-    def _checked(self, key: str, value: Any) -> int:
+    def _checked(self, key: str, value: object) -> int:
         """Checks and returns `value`, the id that a file gives for `key`.
 
         Raises:
@@ -362,9 +363,7 @@ class Tokenizer:
             )
         return value
 
-    def _end_ids(
-        self, generation: Mapping[str, Any], model: Mapping[str, Any], turns: Sequence[int]
-    ) -> tuple[int, ...]:
+    def _end_ids(self, generation: JsonObject, model: JsonObject, turns: Sequence[int]) -> tuple[int, ...]:
         """Lists the end tokens: the tokenizer's own, the end tokens of the first file that lists some, and the chat
         template's.
 
@@ -388,7 +387,7 @@ class Tokenizer:
             )
         return ends
 
-    def _end_of(self, turn: Message) -> int | None:
+    def _end_of(self, turn: ChatMessage) -> int | None:
         """Returns the id of the mark that the chat template writes after `turn`; None if it writes none."""
         for before in ([_USER_TURN], [{"role": "system", "content": "be brief"}, _USER_TURN], []):
             try:
@@ -442,14 +441,14 @@ class Tokenizer:
         return {name: ChatTemplate(text, str(self.directory)) for name, text in templates.items()}
 
 
-def _rows_of(model: Mapping[str, Any]) -> int | None:
+def _rows_of(model: JsonObject) -> int | None:
     """Returns the number of rows of a model's embedding; None if the model's config.json does not say it."""
     inner = model.get("text_config")
     rows = {**(inner if isinstance(inner, Mapping) else {}), **model}.get("vocab_size")
     return rows if isinstance(rows, int) else None
 
 
-def _check_messages(messages: Any) -> None:
+def _check_messages(messages: object) -> None:
     """Refuses a value that is not a conversation, because a template would write the value in its Python form.
 
     Raises:
@@ -471,12 +470,12 @@ def _read_text(path: epath.Path) -> str:
         raise ValueError(f"{path} is not text in UTF-8: {error.reason} at byte {error.start}.") from error
 
 
-def _read_json(path: epath.Path) -> dict[str, Any]:
+def _read_json(path: epath.Path) -> JsonObject:
     """Reads the object in a JSON file; {} if there is no such file."""
     return load_object(path) if path.exists() else {}
 
 
-def _open_backend(directory: epath.Path, config: Mapping[str, Any]) -> _Backend:
+def _open_backend(directory: epath.Path, config: JsonObject) -> _Backend:
     fast, slow = directory / "tokenizer.json", directory / "tokenizer.model"
     if fast.exists():
         return _Json(fast, config)
@@ -485,7 +484,7 @@ def _open_backend(directory: epath.Path, config: Mapping[str, Any]) -> _Backend:
     raise FileNotFoundError(f"{directory} holds neither tokenizer.json nor tokenizer.model: one of them is needed.")
 
 
-def _added_tokens(config: Mapping[str, Any]) -> dict[int, tuple[str, bool]]:
+def _added_tokens(config: JsonObject) -> dict[int, tuple[str, bool]]:
     """Reads the tokens that tokenizer_config.json adds: (text, whether the token is special) by id.
 
     Raises:
@@ -501,7 +500,7 @@ def _added_tokens(config: Mapping[str, Any]) -> dict[int, tuple[str, bool]]:
         ) from None
 
 
-def _token_text(token: Mapping[str, Any]) -> str:
+def _token_text(token: JsonObject) -> str:
     if not isinstance(content := token.get("content", ""), str):
         raise TypeError(f"'content' is {content!r}")
     return content
@@ -524,7 +523,7 @@ def _added_elsewhere(directory: epath.Path) -> dict[int, tuple[str, bool]]:
 class _Json:
     """Encodes and decodes by a tokenizer.json, with the `tokenizers` library."""
 
-    def __init__(self, path: epath.Path, config: Mapping[str, Any]) -> None:
+    def __init__(self, path: epath.Path, config: JsonObject) -> None:
         self._path = path
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(_read_text(path))

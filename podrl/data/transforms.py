@@ -15,7 +15,8 @@ from collections.abc import Iterator, Mapping
 
 from podrl.config import Natural, Positive, plural, section
 from podrl.data.cache import Cache, key
-from podrl.data.sources import Record, Records, check_json
+from podrl.data.sources import Records, check_json
+from podrl.mappings import Record
 from podrl.runtime import plain
 from podrl.storage.storage import Place
 from podrl.workers.process import DiedError, Functions, LateWorkerError

@@ -11,6 +11,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from podrl.mappings import JsonObject
+
 Cuts = tuple[tuple[tuple[int, int], ...], ...]
 QUERY = ""  # name of the argument that holds the text between tags, until the tool's own name for it is known
 # Possessive quantifiers (`*+`, `++`) do not backtrack, so no text of a model makes a match slow.
@@ -61,7 +63,7 @@ class Call:
     """
 
     name: str
-    arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    arguments: JsonObject = dataclasses.field(default_factory=dict)
     problem: str = ""
 
 
@@ -186,7 +188,7 @@ class Tags:
         """Returns the text of a turn before its call."""
         return text[: max((text.rfind(f"<{opening}") for opening in self._openings), default=-1)]
 
-    def written(self, name: str, arguments: Mapping[str, Any], query: str) -> str:
+    def written(self, name: str, arguments: JsonObject, query: str) -> str:
         """Writes a call as the model does: argument `query` between the tags, all other arguments as attributes."""
         opening = name if self._legacy else f'{self._openings[0]} name="{html.escape(name)}"'
         others = {key: value for key, value in arguments.items() if key != query}
@@ -352,7 +354,7 @@ class Json:
             return parsed
         return parsed if any(call.arguments and _alike(call.name, self._tools) for call in parsed[-_LAST_TAGS:]) else []
 
-    def _is_meant(self, value: Any) -> bool:
+    def _is_meant(self, value: object) -> bool:
         """Returns True if an object has arguments and names a known tool, but under a key that calls do not use."""
         words = (*value, *value.values()) if isinstance(value, dict) and any(key in value for key in _CALLED) else ()
         return any(isinstance(word, str) and word in self._tools for word in words)
@@ -434,7 +436,7 @@ def call_id(key: str, number: int) -> str:
     return hashlib.blake2b(f"{key}/{number}".encode(), digest_size=4).hexdigest()
 
 
-def fitted(arguments: Mapping[str, Any], schema: Mapping[str, Any], query: str) -> dict[str, Any]:
+def fitted(arguments: JsonObject, schema: JsonObject, query: str) -> JsonObject:
     """Fits a call's arguments to the tool's schema.
 
     The text between the tags moves from QUERY to `query`. An empty text is left out unless `query` is a required
@@ -586,7 +588,7 @@ def _json_in(text: str) -> tuple[list[tuple[int, int]], list[int]]:
                 whole.append((start, at))
 
 
-def _listed(text: str) -> list[Any]:
+def _listed(text: str) -> list[object]:
     """Decodes the JSON of calls: an object, a list, or several of them in a row, with or without a code fence.
 
     Raises:
@@ -595,7 +597,7 @@ def _listed(text: str) -> list[Any]:
     text = text.strip()
     if (fence := _FENCE.match(text)) is not None:
         text = text[fence.end() :]
-    listed: list[Any] = []
+    listed: list[object] = []
     for value in _values(text.strip().removesuffix("```")):
         inner = value.get("tool_calls", value) if isinstance(value, dict) else value
         listed += inner if isinstance(inner, list) else [inner]
@@ -634,7 +636,7 @@ def _number(text: str) -> float:
 _DECODER = json.JSONDecoder(parse_float=_number, parse_constant=_number)
 
 
-def _values(text: str, most: int | None = None) -> list[Any]:
+def _values(text: str, most: int | None = None) -> list[object]:
     """Decodes consecutive JSON values, separated by white space, `,` or `;`.
 
     Args:
@@ -665,7 +667,7 @@ def _values(text: str, most: int | None = None) -> list[Any]:
             raise _MoreError(f"more follows its end: char {at}")
 
 
-def _check_depth(value: Any) -> None:
+def _check_depth(value: object) -> None:
     level = [value]
     for _ in range(_DEPTH + 1):
         level = [
@@ -708,7 +710,7 @@ def _in_other_tags(visible: str, tools: Sequence[str]) -> bool:
     return last is not None and last[1] not in _NO_CALLS and bool(re.search(rf"<{re.escape(last[1])}[\s>]", visible))
 
 
-def _kinds(property_: Any) -> list[Any]:
+def _kinds(property_: object) -> list[object]:
     """Lists the types that a property of a schema allows, without the values that the schema enumerates."""
     if not isinstance(property_, Mapping) or "enum" in property_:
         return []
@@ -717,12 +719,12 @@ def _kinds(property_: Any) -> list[Any]:
     return [*kinds, *(kind for one in _alternatives(property_) for kind in _kinds(one))]
 
 
-def _alternatives(property_: Mapping[str, Any]) -> list[Any]:
+def _alternatives(property_: JsonObject) -> list[object]:
     """Lists the alternative schemas of a property (anyOf, oneOf)."""
     return [one for key in ("anyOf", "oneOf") if isinstance(property_.get(key), list) for one in property_[key]]
 
 
-def _choices(property_: Any) -> list[Any]:
+def _choices(property_: object) -> list[object]:
     """Lists the values that a property of a schema enumerates."""
     if not isinstance(property_, Mapping):
         return []
@@ -730,7 +732,7 @@ def _choices(property_: Any) -> list[Any]:
     return [*own, *(choice for one in _alternatives(property_) for choice in _choices(one))]
 
 
-def _as(value: Any, property_: Any) -> Any:
+def _as(value: object, property_: object) -> object:
     """Converts an attribute's text to an enumerated value or a type of the schema.
 
     Text that fits no value and no type is returned unchanged: the tool then reports what is wrong.

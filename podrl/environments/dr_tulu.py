@@ -2,9 +2,9 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 from podrl.environments.calls import decoded
+from podrl.mappings import JsonObject
 
 NO_RESULTS = "No results found for the query."
 
@@ -41,7 +41,7 @@ _QUERIES = ("query", "url", "webpage_url", "input", "text")  # usual names of th
 _NUMBERS = ("limit", "num_results", "n_docs")  # names that servers use for the number of documents
 
 
-def query_of(schema: Mapping[str, Any]) -> str:
+def query_of(schema: JsonObject) -> str:
     """Chooses the argument that receives the text between a call's tags.
 
     The first of the usual names is chosen, else the first required argument, else the first argument.
@@ -55,7 +55,7 @@ def query_of(schema: Mapping[str, Any]) -> str:
     return usual[0] if usual else required[0] if required else next(iter(names), _QUERIES[0])
 
 
-def arguments(tool: str, values: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
+def arguments(tool: str, values: JsonObject, schema: JsonObject) -> JsonObject:
     """Renames the argument for the number of documents to the name that the server uses.
 
     Args:
@@ -88,7 +88,7 @@ def documents(answer: str) -> list[str]:
     return [_text(value) or answer]
 
 
-def _text(document: Any) -> str:
+def _text(document: object) -> str:
     """Formats a document as DR-Tulu does: title, URL and text, one line each; '' for an empty document."""
     if not isinstance(document, Mapping):
         return str(document)

@@ -9,11 +9,12 @@ tokens took, if they are recorded. These are known only once the episode has lef
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+
+from podrl.mappings import JsonObject, PackedTokens
 
 NUMBER = -1  # number of the record in the journal; outside answers of a sample are numbered from 0, so it is free
-EpisodeRequest = Mapping[str, Any]  # a request, as the fields of a podrl.environments.workers.EpisodeObservation
+EpisodeRequest = JsonObject  # a request, as the fields of a podrl.environments.workers.EpisodeObservation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,17 +31,17 @@ class FinishedEpisode:
 
     requests: Sequence[EpisodeRequest]
     turns: Sequence[str]
-    result: Mapping[str, Any]
-    drawn: Sequence[Mapping[str, Any] | None] = ()
+    result: JsonObject
+    drawn: Sequence[PackedTokens | None] = ()
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> JsonObject:
         """Writes the episode as JSON; a conversation that repeats the beginning of an earlier one omits that part."""
         requests = [_shortened(request, self.requests[:i]) for i, request in enumerate(self.requests)]
         optional = {"drawn": list(self.drawn)} if self.drawn else {}
         return {"said": requests, "turns": list(self.turns), "result": dict(self.result), **optional}
 
     @classmethod
-    def read(cls, record: Mapping[str, Any]) -> "FinishedEpisode":
+    def read(cls, record: JsonObject) -> "FinishedEpisode":
         """Reads an episode that `record` wrote."""
         requests: list[EpisodeRequest] = []
         for request in record["said"]:
@@ -48,7 +49,7 @@ class FinishedEpisode:
         return cls(requests, record["turns"], record["result"], record.get("drawn", ()))
 
 
-def digest(turn: Mapping[str, Any]) -> str:
+def digest(turn: JsonObject) -> str:
     """Hashes a turn of the model: its text, its tokens and its end."""
     text = json.dumps([turn["text"], turn["stop"], list(turn["tokens"])])
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
@@ -80,6 +81,6 @@ def _lengthened(request: EpisodeRequest, before: Sequence[EpisodeRequest]) -> Ep
     return {**request, "chat": {"tools": earlier["tools"], **chat, "messages": messages}}
 
 
-def _shared(one: Sequence[Any], other: Sequence[Any]) -> int:
+def _shared(one: Sequence[object], other: Sequence[object]) -> int:
     """Counts the messages with which two conversations begin alike."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

@@ -7,6 +7,7 @@ import secrets
 from typing import Any, Protocol
 
 from podrl.environments.wire.requests import Answer, AnswerPart, ParsedRequest, RefusedRequest
+from podrl.mappings import JsonObject
 from podrl.runtime.service import ServiceError
 from podrl.workers.process import LOAD_S, Process
 from podrl.workers.user_code import Limits
@@ -146,7 +147,7 @@ class Front:
         if self._process is not None:
             self._process.send(header, body)
 
-    def _on_frame(self, frame: dict[str, Any]) -> None:
+    def _on_frame(self, frame: JsonObject) -> None:
         assert self._listening is not None
         match frame:
             case {"request": number, "episode": episode, "fields": fields}:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from podrl.environments.stepped import SteppedEnvironment
+from podrl.mappings import JsonObject
 
 # TextArena's games draw from Python's global random generator, which all episodes of a process share.
 _DRAWS = threading.Lock()
@@ -18,7 +19,7 @@ _DRAWS = threading.Lock()
 Opponent = Callable[[str], str]
 
 
-def text_arena(game: str, *, opponent: Opponent | None = None, **settings: Any) -> SteppedEnvironment:
+def text_arena(game: str, *, opponent: Opponent | None = None, **settings: object) -> SteppedEnvironment:
     """Makes the environment of a game of TextArena, which the model plays as player 0.
 
     The reward is the one that the game gives to player 0.
@@ -31,7 +32,7 @@ def text_arena(game: str, *, opponent: Opponent | None = None, **settings: Any) 
     return SteppedEnvironment(lambda: _TextArena(game, opponent, settings))
 
 
-def open_env(url: str, action: str, *, observation: str = "", **reset: Any) -> SteppedEnvironment:
+def open_env(url: str, action: str, *, observation: str = "", **reset: object) -> SteppedEnvironment:
     """Makes the environment that a server of OpenEnv runs; each episode opens its own session (a websocket).
 
     Args:
@@ -44,7 +45,7 @@ def open_env(url: str, action: str, *, observation: str = "", **reset: Any) -> S
 
 
 class _TextArena:
-    def __init__(self, game: str, opponent: Opponent | None, settings: Mapping[str, Any]) -> None:
+    def __init__(self, game: str, opponent: Opponent | None, settings: Mapping[str, object]) -> None:
         import textarena
 
         # Without TextArena's wrappers, an observation holds only what is new since the player's last turn.
@@ -56,7 +57,7 @@ class _TextArena:
             self._env.reset(num_players=1 if self._opponent is None else 2, seed=seed)
             return self._observed() if self._opponents_turns() else ""
 
-    def step(self, text: str) -> tuple[str, float, bool, dict[str, Any]]:
+    def step(self, text: str) -> tuple[str, float, bool, JsonObject]:
         with self._drawing():
             done, _ = self._env.step(action=text)
             if not done and self._opponents_turns():
@@ -98,7 +99,7 @@ class _TextArena:
 
 
 class _OpenEnv:
-    def __init__(self, url: str, action: str, observation: str, reset: Mapping[str, Any]) -> None:
+    def __init__(self, url: str, action: str, observation: str, reset: Mapping[str, object]) -> None:
         scheme, _, rest = url.rstrip("/").partition("://")
         self._url = f"{scheme.replace('http', 'ws')}://{rest}/ws"
         self._action, self._observation, self._reset = action, observation, dict(reset)
@@ -113,7 +114,7 @@ class _OpenEnv:
             self._socket = await connect(self._url, max_size=None)
         return self._read(await self._request("reset", {"seed": seed, **self._reset}))
 
-    async def step(self, text: str) -> tuple[str, float, bool, dict[str, Any]]:
+    async def step(self, text: str) -> tuple[str, float, bool, JsonObject]:
         found = await self._request("step", {self._action: text})
         return self._read(found), float(found.get("reward") or 0.0), bool(found.get("done")), {}
 
@@ -123,7 +124,7 @@ class _OpenEnv:
                 await self._socket.send(json.dumps({"type": "close"}))
             await self._socket.close()
 
-    async def _request(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
+    async def _request(self, kind: str, data: JsonObject) -> JsonObject:
         from websockets.exceptions import ConnectionClosed
 
         # A server without a free session sends an error, which is read below, and closes the socket.
@@ -152,7 +153,7 @@ class _OpenEnv:
                 "that it runs, and that the url of open_env is its address."
             ) from error
 
-    def _read(self, found: Mapping[str, Any]) -> str:
+    def _read(self, found: JsonObject) -> str:
         seen = found.get("observation") or {}
         if not self._observation:
             return json.dumps(seen, ensure_ascii=False)

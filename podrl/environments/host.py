@@ -8,7 +8,7 @@ import pathlib
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from podrl.environments import worker as worker_module
 from podrl.environments.calls import in_template
@@ -18,6 +18,7 @@ from podrl.environments.journal import Journal
 from podrl.environments.protocol import Task
 from podrl.environments.toolbox import Toolbox
 from podrl.environments.worker import HEARTBEAT_S
+from podrl.mappings import JsonObject, PackedTokens, ToolDeclaration, TurnRecord
 from podrl.types import BatchError
 from podrl.workers.process import LOAD_S, Process
 from podrl.workers.user_code import Limits
@@ -70,11 +71,11 @@ class _Episode:
     task: Task
     attempt: int
     worker: "_WorkerProcess"
-    observations: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    turns: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    drawn: list[Mapping[str, Any] | None] = dataclasses.field(default_factory=list)
-    routes: asyncio.Future[Sequence[Mapping[str, Any] | None]] | None = None
-    answers: dict[int, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    observations: list[JsonObject] = dataclasses.field(default_factory=list)
+    turns: list[JsonObject] = dataclasses.field(default_factory=list)
+    drawn: list[PackedTokens | None] = dataclasses.field(default_factory=list)
+    routes: asyncio.Future[Sequence[PackedTokens | None]] | None = None
+    answers: dict[int, JsonObject] = dataclasses.field(default_factory=dict)
     descriptions: dict[int, str] = dataclasses.field(default_factory=dict)
     open_requests: dict[int, tuple[str, float]] = dataclasses.field(default_factory=dict)
     jobs: dict[int, asyncio.Task[None]] = dataclasses.field(default_factory=dict)
@@ -103,7 +104,7 @@ class _WorkerProcess:
         self.process: Process | None = None
         self.last_frame_at = time.monotonic()
         self.handling: int | None = None
-        self.loaded: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self.loaded: asyncio.Future[JsonObject] = asyncio.get_running_loop().create_future()
         self.episodes: set[int] = set()
 
 
@@ -119,7 +120,7 @@ class EnvironmentHost:
         config: EnvironmentConfig,
         limits: Limits,
         journal: Journal | None,
-        emit: Callable[[Mapping[str, Any] | BaseException], None],
+        emit: Callable[[JsonObject | BaseException], None],
         on_call: CallReporter | None = None,
         error_files: pathlib.Path | None = None,
     ) -> None:
@@ -146,7 +147,7 @@ class EnvironmentHost:
         self._warned = False
         self._watch: asyncio.Task[None] | None = None
 
-    async def open(self) -> tuple[str, list[dict[str, Any]]]:
+    async def open(self) -> tuple[str, list[ToolDeclaration]]:
         """Starts the workers.
 
         Returns:
@@ -177,7 +178,7 @@ class EnvironmentHost:
         else:
             self._enter(episode)
 
-    def turn(self, number: int, turn: dict[str, Any], drawn: Mapping[str, Any] | None = None) -> None:
+    def turn(self, number: int, turn: JsonObject, drawn: PackedTokens | None = None) -> None:
         if (episode := self._episodes.get(number)) is not None:
             assert len(episode.turns) < len(episode.observations), f"episode {number} waits for no turn"
             episode.turns.append(turn)
@@ -189,7 +190,7 @@ class EnvironmentHost:
             else:
                 self._restart(episode)
 
-    def record(self, number: int, routes: Sequence[Mapping[str, Any] | None]) -> None:
+    def record(self, number: int, routes: Sequence[PackedTokens | None]) -> None:
         if (episode := self._episodes.get(number)) is not None:
             assert episode.routes is not None, f"episode {number} has not returned"
             episode.routes.set_result(routes)
@@ -245,7 +246,7 @@ class EnvironmentHost:
         worker.process.send(loading)
         return worker
 
-    async def _wait_until_loaded(self, worker: _WorkerProcess) -> dict[str, Any]:
+    async def _wait_until_loaded(self, worker: _WorkerProcess) -> JsonObject:
         try:
             loaded = await asyncio.wait_for(asyncio.shield(worker.loaded), LOAD_S)
         except TimeoutError:
@@ -339,7 +340,7 @@ class EnvironmentHost:
         del self._episodes[episode.number]
 
     def _end(
-        self, episode: _Episode, reason: Literal["ended", "deadline", "failed"], result: Mapping[str, Any] = {}
+        self, episode: _Episode, reason: Literal["ended", "deadline", "failed"], result: Mapping[str, object] = {}
     ) -> None:
         self._leave(episode)
         self._emit({"done": episode.number, "reward": None, "metrics": {}, "text": None, "reason": reason, **result})
@@ -419,7 +420,7 @@ class EnvironmentHost:
         self._emit({"restart": episode.number})
         self._enter(episode)
 
-    def _on_return(self, episode: _Episode, result: Mapping[str, Any]) -> None:
+    def _on_return(self, episode: _Episode, result: JsonObject) -> None:
         """Ends an episode whose environment has returned; an episode with requests of Model.chat is recorded first."""
         recorded = self._is_recorded(episode.task) and (
             self._config.agent or any(observation.get("chat") for observation in episode.observations)
@@ -431,7 +432,7 @@ class EnvironmentHost:
         self._end_attempt(episode)
         episode.jobs[NUMBER] = asyncio.create_task(self._record(episode, result))
 
-    async def _record(self, episode: _Episode, result: Mapping[str, Any]) -> None:
+    async def _record(self, episode: _Episode, result: JsonObject) -> None:
         assert self._journal is not None
         drawn = ()
         if any(episode.drawn):
@@ -449,11 +450,11 @@ class EnvironmentHost:
 
     # Frames to and from the workers.
 
-    def _send(self, episode: _Episode, frame: Mapping[str, Any]) -> None:
+    def _send(self, episode: _Episode, frame: JsonObject) -> None:
         assert episode.worker.process is not None
         episode.worker.process.send(frame)
 
-    def _on_frame(self, worker: _WorkerProcess, frame: dict[str, Any]) -> None:
+    def _on_frame(self, worker: _WorkerProcess, frame: JsonObject) -> None:
         worker.last_frame_at = time.monotonic()
         match frame:
             case {"handling": handling}:
@@ -482,7 +483,7 @@ class EnvironmentHost:
                 self._emit(EnvironmentFailure(f"{self._name(episode)} failed: {why}"))
 
     def _on_observation(
-        self, episode: _Episode, observation: dict[str, Any], records: list[dict[str, Any]], *, overlaps: bool
+        self, episode: _Episode, observation: JsonObject, records: list[TurnRecord], *, overlaps: bool
     ) -> None:
         at, episode.position = episode.position, episode.position + 1
         if at < len(episode.observations):
@@ -516,7 +517,7 @@ class EnvironmentHost:
                 self._stop_clock(episode)
                 self._run_clock(episode)
 
-    def _on_outside_request(self, episode: _Episode, number: int, frame: Mapping[str, Any]) -> None:
+    def _on_outside_request(self, episode: _Episode, number: int, frame: JsonObject) -> None:
         if "made" not in frame:
             description = str(frame.get("what", "its tools"))
             if number in episode.answers:
@@ -531,7 +532,7 @@ class EnvironmentHost:
             episode.open_requests[number] = (name, time.monotonic())
         episode.jobs[number] = asyncio.create_task(self._answer_outside_request(episode, number, frame))
 
-    async def _answer_outside_request(self, episode: _Episode, number: int, frame: Mapping[str, Any]) -> None:
+    async def _answer_outside_request(self, episode: _Episode, number: int, frame: JsonObject) -> None:
         """Answers an outside request from the journal or with a tool, or has the environment make the answer itself."""
         try:
             if "made" in frame:
@@ -553,9 +554,7 @@ class EnvironmentHost:
         except Exception as error:  # noqa: BLE001 - `poll` raises it
             self._emit(error)
 
-    async def _reply(
-        self, episode: _Episode, number: int, answer: Mapping[str, Any], *, recorded: bool = False
-    ) -> None:
+    async def _reply(self, episode: _Episode, number: int, answer: JsonObject, *, recorded: bool = False) -> None:
         """Records an answer, so that a resumed run finds it, and then sends it to the environment.
 
         Args:
@@ -573,7 +572,7 @@ class EnvironmentHost:
         episode.answers[number] = {**answer, "replayed": recorded}
         self._send(episode, {"answer": episode.attempt, "number": number, "reply": episode.answers[number]})
 
-    def _report_call(self, episode: _Episode, number: int, answer: Mapping[str, Any]) -> None:
+    def _report_call(self, episode: _Episode, number: int, answer: JsonObject) -> None:
         """Reports a call that has just ended to `on_call`. The time that it waited for a free tool is not included."""
         if self._on_call is not None:
             ended = time.monotonic()
@@ -589,8 +588,8 @@ class EnvironmentHost:
 
 
 def _with_routes(
-    drawn: Sequence[Mapping[str, Any] | None], routes: Sequence[Mapping[str, Any] | None]
-) -> list[Mapping[str, Any] | None]:
+    drawn: Sequence[PackedTokens | None], routes: Sequence[PackedTokens | None]
+) -> list[PackedTokens | None]:
     """Adds the routes of an episode to the token columns of its turns; turns without columns get none."""
     assert len(routes) == sum(columns is not None for columns in drawn), (len(routes), len(drawn))
     unused = iter(routes)
@@ -601,7 +600,7 @@ def _sample(task: Task) -> str:
     return f"sample {task.sample} of prompt {task.index}"
 
 
-def _difference(was: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, str]:
+def _difference(was: JsonObject, now: JsonObject) -> tuple[str, str]:
     """Describes the fields in which two observations differ: (the first observation's values, the second's)."""
     names = [name for name in was if was[name] != now[name]]
     return tuple(", ".join(f"{name}={one[name]!r}"[:400] for name in names) for one in (was, now))  # pyright: ignore[reportReturnType]

@@ -7,12 +7,13 @@ import logging
 import os
 import pathlib
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, BinaryIO, Protocol
+from typing import BinaryIO, Protocol
 
 from podrl.environments.finished_episodes import NUMBER
 from podrl.environments.protocol import Task
+from podrl.mappings import JournalEntry, JsonObject
 from podrl.runtime.channel import Channel
 from podrl.runtime.message import Message
 from podrl.runtime.pod import LEADER, Pod
@@ -22,8 +23,9 @@ from podrl.storage.storage import sync_directory
 _log = logging.getLogger("podrl.environments")
 _READ, _ADD = "outside/read", "outside/add"
 
-Record = dict[str, Any]  # {"index", "sample", "n", "request", "answer"}
-Records = dict[tuple[int, int, int], Record]  # keyed by (index, sample, n)
+
+# Entries by (index, sample, n). An entry has the keys "index", "sample", "n", "request" and "answer".
+Records = dict[tuple[int, int, int], JournalEntry]
 # Fields of a line in the older format, which has no checksum.
 _UNSEALED = ({"index": int, "sample": int, "n": int, "request": str, "answer": dict},)
 
@@ -33,7 +35,7 @@ class RecordStore(Protocol):
 
     async def read(self, name: str) -> Records: ...
 
-    async def add(self, name: str, record: Record) -> None:
+    async def add(self, name: str, record: JournalEntry) -> None:
         """Writes a record; returns when the record would survive the death of this process and a loss of power."""
         ...
 
@@ -63,7 +65,7 @@ class Journal:
         self._shed: set[str] = set()  # names of steps with added records that are not in `_known`
         self._warned = not exact
 
-    async def find(self, task: Task, number: int, description: str) -> dict[str, Any] | None:
+    async def find(self, task: Task, number: int, description: str) -> JsonObject | None:
         """Looks up the recorded answer to a request.
 
         Args:
@@ -92,7 +94,7 @@ class Journal:
         self._warned = True
         return None
 
-    async def add(self, task: Task, number: int, description: str, answer: Mapping[str, Any]) -> None:
+    async def add(self, task: Task, number: int, description: str, answer: JsonObject) -> None:
         """Records the answer to a request; the arguments are those of `find`, and the answer as JSON values."""
         record = {
             "index": task.index,
@@ -138,7 +140,7 @@ class Files:
         self._files: dict[str, BinaryIO] = {}
         self._records: dict[str, Records] = {}
         self._shed: set[str] = set()  # names of files with records that have left the memory
-        self._waiting: list[tuple[str, Record, Future[Message]]] = []
+        self._waiting: list[tuple[str, JournalEntry, Future[Message]]] = []
         self._lock = threading.Lock()  # protects _files, _records and _shed
         self._more = threading.Condition()  # protects _waiting and _thread
         self._thread: threading.Thread | None = None
@@ -146,7 +148,7 @@ class Files:
     async def read(self, name: str) -> Records:
         return {_key(record): record for record in self._listed(name)}
 
-    async def add(self, name: str, record: Record) -> None:
+    async def add(self, name: str, record: JournalEntry) -> None:
         await asyncio.wrap_future(self._add(name, record))
 
     def serve(self, channel: Channel) -> None:
@@ -182,14 +184,14 @@ class Files:
                 file.close()
             self._files.clear()
 
-    def _listed(self, name: str) -> list[Record]:
+    def _listed(self, name: str) -> list[JournalEntry]:
         with self._lock:
             if name in self._shed:
                 self._shed.remove(name)
                 self._records.pop(name, None)
             return list(self._read(name).values())
 
-    def _add(self, name: str, record: Record) -> "Future[Message]":
+    def _add(self, name: str, record: JournalEntry) -> "Future[Message]":
         """Hands a record to the writing thread; the returned future is done when the disk has the record."""
         done: Future[Message] = Future()
         # A running future cannot be cancelled: a caller that stops waiting for the record must not stop the write.
@@ -219,7 +221,7 @@ class Files:
                 for *_, done in records:
                     done.set_result(Message())
 
-    def _write(self, records: "Sequence[tuple[str, Record, Future[Message]]]") -> None:
+    def _write(self, records: "Sequence[tuple[str, JournalEntry, Future[Message]]]") -> None:
         with self._lock:
             changed: dict[str, BinaryIO] = {}
             try:
@@ -283,18 +285,18 @@ class AtLeader:
         records = (await self._call(_READ, name)).value
         return {_key(record): record for record in records}
 
-    async def add(self, name: str, record: Record) -> None:
+    async def add(self, name: str, record: JournalEntry) -> None:
         await self._call(_ADD, {"name": name, "record": record})
 
-    async def _call(self, function: str, value: Any) -> Message:
+    async def _call(self, function: str, value: object) -> Message:
         return await asyncio.to_thread(self._pod.call, LEADER, function, Message(value), self._deadline_s)
 
 
-def _key(record: Mapping[str, Any]) -> tuple[int, int, int]:
+def _key(record: JournalEntry) -> tuple[int, int, int]:
     return record["index"], record["sample"], record["n"]
 
 
-def _is_large(record: Record) -> bool:
+def _is_large(record: JournalEntry) -> bool:
     """Returns True for the record of a finished episode with its tokens; only a run that is started again reads it."""
     return record["n"] == NUMBER and "drawn" in record["answer"]
 

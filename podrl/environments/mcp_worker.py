@@ -20,6 +20,7 @@ from typing import Any, BinaryIO, TextIO
 
 from podrl.environments.config import MCPServer
 from podrl.environments.tool_worker import plain
+from podrl.mappings import JsonObject, ToolDeclaration
 from podrl.workers import child
 from podrl.workers.frames import pack
 
@@ -44,7 +45,7 @@ class _Server:
         server: MCPServer,
         secrets: "_ServerSecrets",
         unreachable_s: float,
-        send: Callable[[Mapping[str, Any]], None],
+        send: Callable[[JsonObject], None],
     ) -> None:
         self._key, self._server, self._secrets, self._send = key, server, secrets, send
         self._max_unreachable_s = unreachable_s
@@ -99,7 +100,7 @@ class _Server:
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
-    async def call(self, name: str, arguments: Mapping[str, Any]) -> dict[str, str]:
+    async def call(self, name: str, arguments: JsonObject) -> dict[str, str]:
         """Calls a tool, and waits while the server is unreachable.
 
         Args:
@@ -133,7 +134,7 @@ class _Server:
             return {"text": plain("\n".join(texts)), "failed": "exception" if failed else ""}
         return {"text": f"The connection to the tool was lost: {plain(why)}", "failed": "lost"}
 
-    async def _call_while_alive(self, session: Any, name: str, arguments: Mapping[str, Any]) -> Any:
+    async def _call_while_alive(self, session: Any, name: str, arguments: JsonObject) -> Any:
         """Calls a tool, and checks meanwhile that a server on the network is still there, because some clients do not
         notice.
 
@@ -296,7 +297,7 @@ async def _list_tools(session: Any) -> list[Any]:
         params = PaginatedRequestParams(cursor=cursor)
 
 
-def _declaration(tool: Any) -> dict[str, Any]:
+def _declaration(tool: Any) -> ToolDeclaration:
     schema = dict(getattr(tool, "input_schema", None) or getattr(tool, "inputSchema", None) or {})
     for name, kind in (("properties", dict), ("required", list)):
         if not isinstance(schema.get(name, kind()), kind):
@@ -331,11 +332,11 @@ async def _serve(requests: BinaryIO, replies: BinaryIO) -> None:
     keepers: list[asyncio.Task[None]] = []
     calls: dict[int, asyncio.Task[None]] = {}
 
-    def send(frame: Mapping[str, Any]) -> None:
+    def send(frame: JsonObject) -> None:
         replies.write(pack(frame))
         replies.flush()
 
-    async def answer(frame: dict[str, Any]) -> None:
+    async def answer(frame: JsonObject) -> None:
         try:
             try:
                 reply = await servers[frame["server"]].call(frame["name"], frame["arguments"])

@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol, TypeVar
 
+from podrl.mappings import ChatMessage, TaskFields, ToolSchema
+
 T = TypeVar("T")
 Role = Literal["raw", "user", "tool"]
 FULL = "full"  # value of Turn.stop if the sample has no room for the observation: `say` raises Ended
@@ -36,7 +38,7 @@ class Task:
     """
 
     prompt: str
-    fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    fields: TaskFields = dataclasses.field(default_factory=dict)
     seed: int = 0
     index: int = 0
     sample: int = 0
@@ -114,9 +116,9 @@ class Model(Protocol):
 
     async def chat(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[ChatMessage],
         *,
-        tools: Sequence[Mapping[str, Any]] = (),
+        tools: Sequence[ToolSchema] = (),
         stop: Sequence[str] = (),
         max_tokens: int | None = None,
         aside: bool = False,

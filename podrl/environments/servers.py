@@ -8,11 +8,11 @@ import os
 import pathlib
 import re
 import shlex
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 from podrl.environments import mcp_worker
 from podrl.environments.config import MCPServer
+from podrl.mappings import JsonObject, ToolDeclaration
 from podrl.runtime.service import ServiceError
 from podrl.workers.process import LOAD_S, Process
 from podrl.workers.user_code import Limits, is_of_the_job
@@ -39,11 +39,11 @@ class Servers:
         self._error_files = error_files
         self._limits, self._deadline_s, self._on_lost = limits, deadline_s, on_lost
         self._process: Process | None = None
-        self._open: dict[str, tuple[MCPServer, asyncio.Future[list[dict[str, Any]]]]] = {}
-        self._calls: dict[int, tuple[dict[str, Any], asyncio.Future[dict[str, Any]]]] = {}
+        self._open: dict[str, tuple[MCPServer, asyncio.Future[list[ToolDeclaration]]]] = {}
+        self._calls: dict[int, tuple[JsonObject, asyncio.Future[JsonObject]]] = {}
         self._number, self._deaths = 0, 0
 
-    async def open(self, server: MCPServer) -> list[dict[str, Any]]:
+    async def open(self, server: MCPServer) -> list[ToolDeclaration]:
         """Connects to a server and lists its tools; a server that is connected already is not connected again.
 
         Returns:
@@ -68,7 +68,7 @@ class Servers:
             raise self._no_reply_error(server, self._deadline_s + LOAD_S)
         return opened.result()
 
-    async def call(self, server: MCPServer, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    async def call(self, server: MCPServer, name: str, arguments: JsonObject) -> JsonObject:
         """Calls a tool, and waits while the server is unreachable.
 
         Args:
@@ -139,7 +139,7 @@ class Servers:
                 *(server.target, ", ".join(names)),
             )
 
-    def _on_frame(self, frame: dict[str, Any]) -> None:
+    def _on_frame(self, frame: JsonObject) -> None:
         match frame:
             case {"result": number, "reply": reply}:
                 self._deaths = 0
@@ -160,7 +160,7 @@ class Servers:
                 self._finish_open(key, [], error)
                 self._on_lost(error)
 
-    def _finish_open(self, key: str, tools: list[dict[str, Any]], error: Exception | None) -> None:
+    def _finish_open(self, key: str, tools: list[ToolDeclaration], error: Exception | None) -> None:
         future = self._open[key][1]
         if future.done():  # the server was opened again after the worker died
             return

@@ -18,7 +18,7 @@ class SteppedEnvironment:
     seed and the actions.
     """
 
-    def __init__(self, make: Callable[[], Any], *, role: Role = "user", opening: bool = True) -> None:
+    def __init__(self, make: Callable[[], object], *, role: Role = "user", opening: bool = True) -> None:
         """Stores the factory; each episode makes its own object.
 
         Args:
@@ -52,14 +52,14 @@ class SteppedEnvironment:
                 await _called(close)
 
 
-async def _called(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+async def _called(fn: Callable[..., object], *args: object, **kwargs: object) -> Any:
     if inspect.iscoroutinefunction(fn):
         return await fn(*args, **kwargs)
     value = await asyncio.to_thread(fn, *args, **kwargs)
     return await value if inspect.isawaitable(value) else value
 
 
-def _accepted(fn: Callable[..., Any], **offered: Any) -> dict[str, Any]:
+def _accepted(fn: Callable[..., object], **offered: object) -> Mapping[str, object]:
     try:
         parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):
@@ -87,7 +87,7 @@ def _outcome(outcome: Any) -> tuple[Any, float, bool]:
     )
 
 
-def _text(observation: Any) -> str:
+def _text(observation: object) -> str:
     """Converts an observation to text; of messages, the contents are taken."""
     if isinstance(observation, Mapping) and "content" in observation:
         return str(observation["content"])

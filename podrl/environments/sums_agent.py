@@ -6,10 +6,10 @@ It sends its requests with the standard library alone. With an SDK, `_complete` 
 import json
 import os
 import urllib.request
-from typing import Any
 
 from podrl import agent
 from podrl.environments.calculator import calculator
+from podrl.mappings import ChatMessage, JsonObject
 
 _CALLS = 2  # largest number of the calculator's calls for one sum
 _TOOL = {
@@ -22,9 +22,9 @@ _TOOL = {
 }
 
 
-def solve(task: dict[str, Any]) -> dict[str, Any]:
+def solve(task: JsonObject) -> JsonObject:
     """Answers one sum. It returns no reward: the job's reward functions read and score the last answer."""
-    messages: list[dict[str, Any]] = [{"role": "user", "content": task["fields"]["question"]}]
+    messages: list[ChatMessage] = [{"role": "user", "content": task["fields"]["question"]}]
     calls_made = 0
     while True:
         reply = _complete(messages)
@@ -36,14 +36,14 @@ def solve(task: dict[str, Any]) -> dict[str, Any]:
         messages += [{"role": "tool", "tool_call_id": call["id"], "content": _called(call)} for call in calls]
 
 
-def _called(call: dict[str, Any]) -> str:
+def _called(call: JsonObject) -> str:
     try:
         return calculator(json.loads(call["function"]["arguments"])["query"])
     except ValueError as error:
         return f"Error: {error}"
 
 
-def _complete(messages: list[dict[str, Any]]) -> dict[str, Any]:
+def _complete(messages: list[ChatMessage]) -> JsonObject:
     body = json.dumps({"model": "policy", "messages": messages, "tools": [_TOOL]}).encode()
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {os.environ[agent.API_KEY]}"}
     request = urllib.request.Request(f"{os.environ[agent.BASE_URL]}/chat/completions", body, headers)

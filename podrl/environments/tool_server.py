@@ -9,7 +9,7 @@ from typing import Any
 from absl import app, flags, logging
 
 
-def serve(tool: Callable[..., str], transport: str, **address: Any) -> None:
+def serve(tool: Callable[..., str], transport: str, **address: str | int) -> None:
     """Answers calls until the client has gone (stdio), or for ever (sse, streamable-http).
 
     Args:
@@ -23,7 +23,7 @@ def serve(tool: Callable[..., str], transport: str, **address: Any) -> None:
     name, signature = tool.__name__, inspect.signature(tool)
 
     @functools.wraps(tool)
-    def call(*args: Any, **kwargs: Any) -> CallToolResult:
+    def call(*args: object, **kwargs: object) -> CallToolResult:
         try:
             text, failed = tool(*args, **kwargs), False
         except ValueError as error:

@@ -10,10 +10,11 @@ import json
 import re
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any, Literal
 
 from podrl.environments.protocol import Task
+from podrl.mappings import JsonObject, ToolDeclaration
 from podrl.workers import child
 
 MOST_CHARACTERS = 1 << 20
@@ -21,7 +22,7 @@ _KINDS = {int: "integer", float: "number", bool: "boolean", str: "string", type(
 _KINDS |= dict.fromkeys((list, tuple, set, frozenset, Sequence, Iterable), "array")
 
 
-def plain(value: Any) -> str:
+def plain(value: object) -> str:
     """Converts a tool's result to text without lone surrogates; the middle is left out beyond `MOST_CHARACTERS`."""
     if isinstance(value, bytes):
         text = value.decode(errors="replace")
@@ -36,7 +37,7 @@ def plain(value: Any) -> str:
     return text
 
 
-def declaration(fn: Callable[..., Any], name: str) -> dict[str, Any]:
+def declaration(fn: Callable[..., object], name: str) -> ToolDeclaration:
     """Declares a function as a tool for chat templates.
 
     Args:
@@ -63,7 +64,7 @@ def declaration(fn: Callable[..., Any], name: str) -> dict[str, Any]:
     return {"name": name, "description": inspect.getdoc(fn) or "", "schema": schema, "task": task}
 
 
-def call(fn: Callable[..., Any], arguments: Mapping[str, Any], task: Mapping[str, Any]) -> dict[str, str]:
+def call(fn: Callable[..., object], arguments: JsonObject, task: JsonObject) -> dict[str, str]:
     """Calls a function with the arguments of a model.
 
     Args:
@@ -92,7 +93,7 @@ def call(fn: Callable[..., Any], arguments: Mapping[str, Any], task: Mapping[str
         return {"text": plain(f"{type(error).__name__}: {first}"[:1000]), "failed": "exception"}
 
 
-def _hints(fn: Callable[..., Any]) -> dict[str, Any]:
+def _hints(fn: Callable[..., object]) -> JsonObject:
     """Gets the annotations of a function; {} if they cannot be evaluated, such as names that only type checkers see."""
     try:
         return typing.get_type_hints(fn, include_extras=True)
@@ -100,11 +101,11 @@ def _hints(fn: Callable[..., Any]) -> dict[str, Any]:
         return {}
 
 
-def _is_task(hint: Any) -> bool:
+def _is_task(hint: object) -> bool:
     return hint is Task or Task in typing.get_args(hint)
 
 
-def _schema(hint: Any) -> dict[str, Any]:
+def _schema(hint: object) -> dict[str, Any]:
     """Makes the JSON schema of an annotation; {} for an annotation without one."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
@@ -121,12 +122,12 @@ def _schema(hint: Any) -> dict[str, Any]:
     return ({"type": kind} if kind else {}) | ({"items": items} if items else {})
 
 
-def _is_uniform(hint: Any) -> bool:
+def _is_uniform(hint: object) -> bool:
     """True if all items of an array have the same annotation; False for a tuple that annotates each item on its own."""
     return typing.get_origin(hint) is not tuple or typing.get_args(hint)[1:] == (...,)
 
 
-def _choices(hint: Any) -> list[Any] | None:
+def _choices(hint: object) -> list[object] | None:
     """Lists the values that a Literal or an enum allows; None for any other annotation."""
     if typing.get_origin(hint) is Literal:
         return [value.value if isinstance(value, enum.Enum) else value for value in typing.get_args(hint)]
@@ -138,12 +139,12 @@ def _choices(hint: Any) -> list[Any] | None:
     return None
 
 
-def _lists_values(hint: Any) -> bool:
+def _lists_values(hint: object) -> bool:
     """True for an annotation that is or contains a Literal or an enum."""
     return _choices(hint) is not None or any(map(_lists_values, typing.get_args(hint)))
 
 
-def _converted(name: str, value: Any, hint: Any) -> Any:
+def _converted(name: str, value: object, hint: object) -> object:
     """Converts a JSON value to what a function takes: values of enums to members, also in arrays, objects and unions.
 
     Args:
@@ -183,7 +184,7 @@ def _converted(name: str, value: Any, hint: Any) -> Any:
     return value
 
 
-def _bound(fn: Callable[..., Any], arguments: Mapping[str, Any]) -> inspect.BoundArguments:
+def _bound(fn: Callable[..., object], arguments: JsonObject) -> inspect.BoundArguments:
     """Binds arguments by name to a function's parameters, including positional-only ones.
 
     Raises:

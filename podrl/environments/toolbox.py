@@ -6,12 +6,12 @@ import json
 import pathlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from podrl.environments import dr_tulu, tool_worker
 from podrl.environments.config import EnvironmentConfig, MCPServer
 from podrl.environments.protocol import Task
 from podrl.environments.servers import Servers
+from podrl.mappings import JsonObject, ToolDeclaration
 from podrl.workers.process import DiedError, LateWorkerError, Pool, Process
 from podrl.workers.user_code import Limits
 from podrl.workers.user_objects import spec_at
@@ -35,7 +35,7 @@ class Tool:
       theirs: the server's name for the tool; '' for a Python function.
     """
 
-    declared: dict[str, Any]
+    declared: ToolDeclaration
     deadline_s: float
     retries: int
     turn: asyncio.Semaphore
@@ -61,7 +61,7 @@ class Toolbox:
         self._turns: dict[str, asyncio.Semaphore] = {}
         self._resolving = asyncio.Lock()
 
-    async def toolset(self, config: EnvironmentConfig) -> list[dict[str, Any]]:
+    async def toolset(self, config: EnvironmentConfig) -> list[ToolDeclaration]:
         """Loads the tools of a configuration and connects to their servers; does so once for each configuration.
 
         Returns:
@@ -85,7 +85,7 @@ class Toolbox:
                 self._sets[name] = self._unique(found, wanted)
         return [_with_defaults(self._tools[key].declared, config) for key in self._sets[name]]
 
-    async def call(self, key: str, arguments: Mapping[str, Any], task: Task) -> dict[str, Any]:
+    async def call(self, key: str, arguments: JsonObject, task: Task) -> JsonObject:
         """Calls a tool, and waits first until fewer than `concurrency` calls of it run.
 
         Args:
@@ -114,7 +114,7 @@ class Toolbox:
         """
         return [*await self._functions.close(), *self._servers.close()]
 
-    async def _call_function(self, tool: Tool, request: Mapping[str, Any]) -> dict[str, Any]:
+    async def _call_function(self, tool: Tool, request: JsonObject) -> JsonObject:
         assert tool.spec is not None
         body = json.dumps(request).encode()
         for attempt in range(tool.retries + 1):
@@ -138,7 +138,7 @@ class Toolbox:
             declared = await self._functions.load(key, spec)
         except (ValueError, LateWorkerError, DiedError) as error:
             raise ValueError(f"env.tools: {tool!r} cannot be loaded: {error}") from error
-        declared |= {"key": key, "query": dr_tulu.query_of(declared["schema"]), "tag": ""}
+        declared = {**declared, "key": key, "query": dr_tulu.query_of(declared["schema"]), "tag": ""}
         # The pool may have one process for each call that its tools can run at the same time.
         self._functions.most += 0 if key in self._tools else config.concurrency
         return Tool(declared, config.call_deadline_s, config.retries, self._turn(key, config.concurrency), spec)
@@ -202,7 +202,7 @@ def _check_names(config: EnvironmentConfig, names: Sequence[str]) -> None:
             raise ValueError(f"env.{key} names {', '.join(unknown)}, and the tools are {', '.join(names)}.")
 
 
-def _with_defaults(declared: dict[str, Any], config: EnvironmentConfig) -> dict[str, Any]:
+def _with_defaults(declared: ToolDeclaration, config: EnvironmentConfig) -> ToolDeclaration:
     """Makes the arguments in env.arguments optional in a tool's schema, and adds them to the declaration as 'given'."""
     schema = declared["schema"]
     defaults = dr_tulu.arguments(declared["name"], config.arguments.get(declared["name"], {}), schema)
@@ -212,7 +212,7 @@ def _with_defaults(declared: dict[str, Any], config: EnvironmentConfig) -> dict[
     return {**declared, "schema": {**schema, "required": required}, "given": defaults}
 
 
-def _theirs(name: str, server: MCPServer, there: Mapping[str, Any]) -> str:
+def _theirs(name: str, server: MCPServer, there: Mapping[str, object]) -> str:
     """Returns a server's name for the tool that the model calls `name`; '' if the server has no such tool."""
     known = dr_tulu.TOOLS.get(name)
     words = [server.aliases[name]] if name in server.aliases else [name, *(known.theirs if known else ())]

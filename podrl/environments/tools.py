@@ -3,13 +3,14 @@
 import asyncio
 import collections
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from podrl.config import nearest
 from podrl.environments import calls, dr_tulu
 from podrl.environments.config import EnvironmentConfig, MCPServer
 from podrl.environments.protocol import Environment, Result, Role, Task, Turn
+from podrl.mappings import ChatMessage, ToolDeclaration, ToolSchema, TurnRecord
 from podrl.workers.user_objects import name_of
 
 Tool = Callable[..., Any] | str | MCPServer
@@ -77,7 +78,7 @@ class WithTools:
       calls: number of tool calls so far, including refused ones.
     """
 
-    def __init__(self, config: EnvironmentConfig, tools: Sequence[dict[str, Any]], task: Task, model: Any) -> None:
+    def __init__(self, config: EnvironmentConfig, tools: Sequence[ToolDeclaration], task: Task, model: Any) -> None:
         self._config, self._model = config, model
         self._tools = {tool["name"]: tool for tool in tools}
         self._format = calls.format_of(config.parser, list(self._tools))
@@ -117,9 +118,9 @@ class WithTools:
 
     async def chat(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[ChatMessage],
         *,
-        tools: Sequence[Mapping[str, Any]] = (),
+        tools: Sequence[ToolSchema] = (),
         stop: Sequence[str] = (),
         max_tokens: int | None = None,
         aside: bool = False,
@@ -148,7 +149,7 @@ class WithTools:
     def _stops(self, stop: Sequence[str]) -> list[str]:
         return [*stop, *(self._format.stop if self._open else ())]
 
-    async def _answer(self, call: calls.Call) -> tuple[calls.ToolOutput, dict[str, Any]]:
+    async def _answer(self, call: calls.Call) -> tuple[calls.ToolOutput, TurnRecord]:
         self.calls += 1
         if self.calls > self._config.max_tool_calls:
             self._open, self._model.out_of_calls = False, True
@@ -175,12 +176,12 @@ class WithTools:
         return calls.ToolOutput(dr_tulu.documents(text), tool["tag"]), record
 
 
-def _failure(by: str, text: str, kind: str) -> tuple[calls.ToolOutput, dict[str, Any]]:
+def _failure(by: str, text: str, kind: str) -> tuple[calls.ToolOutput, TurnRecord]:
     record = {"by": calls.abbreviated(by), "text": text, "seconds": 0.0, "failed": kind, "replayed": False}
     return calls.ToolOutput([text]), record
 
 
-def _named(tool: Callable[..., Any] | str) -> str:
+def _named(tool: Callable[..., object] | str) -> str:
     name = name_of(tool)
     if name is None:
         raise ValueError(

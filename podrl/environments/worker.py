@@ -19,6 +19,7 @@ from podrl.environments.protocol import FULL, REFUSED, Ended, Model, OutsideErro
 from podrl.environments.tools import ToolEnvironment
 from podrl.environments.wire import chat as wire_chat
 from podrl.environments.wire.requests import ASIDE, Answer, Choice, ParsedRequest, RefusedRequest
+from podrl.mappings import JsonObject
 from podrl.workers import child
 from podrl.workers.frames import pack
 from podrl.workers.user_objects import explain, extend_path, load, short
@@ -258,7 +259,7 @@ class _Worker:
         self._models: dict[int, RemoteModel] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
-    def handle(self, frame: dict[str, Any]) -> None:
+    def handle(self, frame: JsonObject) -> None:
         match frame:
             case {"load": specs, "config": config, "path": path, "folder": folder}:
                 extend_path(path)

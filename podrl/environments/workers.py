@@ -14,6 +14,7 @@ from podrl.environments.host import CallReporter, EnvironmentHost
 from podrl.environments.host import EnvironmentFailure as EnvironmentFailure
 from podrl.environments.journal import Journal
 from podrl.environments.protocol import Role, Task, Turn
+from podrl.mappings import JsonObject, PackedTokens, ToolDeclaration, TurnRecord
 from podrl.workers.child import refuse_inside
 from podrl.workers.process import Loop
 from podrl.workers.user_code import Limits
@@ -49,13 +50,13 @@ class EpisodeObservation:
     stop: tuple[str, ...]
     max_new: int | None
     reward: float
-    records: tuple[dict[str, Any], ...] = ()
+    records: tuple[TurnRecord, ...] = ()
     cuts: Cuts = ()
     cut_tokens: int = 0
-    chat: Mapping[str, Any] | None = None
+    chat: JsonObject | None = None
     dropped: Sequence[int] = ()
     overlaps: bool = False
-    drawn: Mapping[str, Any] | None = None
+    drawn: PackedTokens | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,7 +156,7 @@ class Episodes:
         self.close()
 
     @property
-    def tools(self) -> list[dict[str, Any]]:
+    def tools(self) -> list[ToolDeclaration]:
         """The tools as chat templates take them: {"type": "function", "function": {name, description, parameters}}."""
         return [
             {
@@ -179,7 +180,7 @@ class Episodes:
         """
         self._loop.soon(self._host.start, episode, task, recorded)
 
-    def turn(self, episode: int, turn: Turn, drawn: Mapping[str, Any] | None = None) -> None:
+    def turn(self, episode: int, turn: Turn, drawn: PackedTokens | None = None) -> None:
         """Answers an EpisodeObservation with the model's turn.
 
         `Turn("", stop=protocol.FULL)` says that the sample has no room for the observation, so that `say` raises Ended.
@@ -190,14 +191,18 @@ class Episodes:
           drawn: packed token columns (ids, log-probabilities, versions) of the turn as JSON, for the record of the
             episode; None records only a hash of the turn.
         """
-        value: dict[str, Any] = {"text": turn.text, "stop": turn.stop, "tokens": [int(token) for token in turn.tokens]}
+        value: dict[str, object] = {
+            "text": turn.text,
+            "stop": turn.stop,
+            "tokens": [int(token) for token in turn.tokens],
+        }
         if turn.prompt:
             value["prompt"] = [int(token) for token in turn.prompt]
         if turn.logprobs:
             value |= {"logprobs": [float(logprob) for logprob in turn.logprobs], "pieces": list(turn.pieces)}
         self._loop.soon(self._host.turn, episode, value, drawn)
 
-    def record(self, episode: int, routes: Sequence[Mapping[str, Any] | None]) -> None:
+    def record(self, episode: int, routes: Sequence[PackedTokens | None]) -> None:
         """Adds the routes to the record of an episode after its EpisodeReturn, and has the record written.
 
         Args:
@@ -255,8 +260,8 @@ class Episodes:
         self._finalizer()
 
 
-def _event_emitter(messages: queue.SimpleQueue[Any]) -> Callable[[Mapping[str, Any] | BaseException], None]:
-    def emit(event: Mapping[str, Any] | BaseException) -> None:
+def _event_emitter(messages: queue.SimpleQueue[Any]) -> Callable[[JsonObject | BaseException], None]:
+    def emit(event: JsonObject | BaseException) -> None:
         match event:
             case BaseException():
                 messages.put(event)

@@ -12,7 +12,6 @@ import re
 import shlex
 import socket
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
 
 from etils import epath
 
@@ -21,6 +20,7 @@ from podrl.data.cache import Cache
 from podrl.data.mixture import WORTH
 from podrl.data.tokenizer import FILES
 from podrl.job.config import SCRATCH, Job
+from podrl.mappings import ConfigValues
 from podrl.rundir import identity
 from podrl.runtime.message import Message
 from podrl.runtime.pod import LEADER, Pod
@@ -42,7 +42,7 @@ _MOST = 1000  # largest number of files of a package that are read
 _TEXT = 4096  # longer settings, in characters, are not searched for names of files
 
 
-def check_settings(values: Mapping[str, Any], pod: Pod, deadline_s: float) -> None:
+def check_settings(values: ConfigValues, pod: Pod, deadline_s: float) -> None:
     """Refuses settings that differ from the leader's; the leader itself only publishes its settings.
 
     Args:
@@ -174,7 +174,7 @@ def facts(job: Job) -> dict[str, str]:
     return found
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """Replaces a value that JSON cannot hold, in the same way on all hosts."""
     if isinstance(value, set | frozenset):  # the order of a set depends on the hash seed of the process
         return sorted(map(str, value))
@@ -238,7 +238,7 @@ def _of_model(directory: str) -> Iterator[tuple[str, str]]:
             yield f"{directory}/{file.name}", _of_weights(file)
 
 
-def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+def _texts(value: object, key: str = "") -> Iterator[tuple[str, str]]:
     """Yields (dotted key, text) of every text in nested settings; for a function the text is the path of its file."""
     if isinstance(value, Mapping):
         for name, one in value.items():

@@ -18,7 +18,6 @@ from podrl.cluster.engines import check_engine
 from podrl.cluster.teacher import tokenizer_of
 from podrl.config import Count, Devices, Natural, Seed, build, defaults, hint_at, merge, section
 from podrl.data import labels, pairs, sft, template
-from podrl.data.chat import Tools
 from podrl.data.labels import LabelStream
 from podrl.data.mixture import Form
 from podrl.data.pairs import PairStream
@@ -38,6 +37,7 @@ from podrl.learner.evaluate import EvalConfig
 from podrl.learner.instructions import instructions_for
 from podrl.learner.ppo import PPO
 from podrl.learner.settings import AlgorithmConfig, GRPOConfig, PPOConfig
+from podrl.mappings import ConfigValues, ToolSchema
 from podrl.models.config import LoraConfig, ModelConfig, gemma2_config
 from podrl.models.hf_config import config_from_hf
 from podrl.rewards import reasoning
@@ -236,7 +236,7 @@ class JobKind:
     stream: Callable[["Job", Tokenizer], Any]
     form: Form | None = None
     answers: int = 0
-    base: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    base: ConfigValues = dataclasses.field(default_factory=dict)
 
     @property
     def offline(self) -> bool:
@@ -442,7 +442,7 @@ class Job:
             by_sample=samples and self.algo.policy_loss(self.rollout.max_tokens_to_generate).by_sample,
         )
 
-    def as_mapping(self) -> dict[str, Any]:
+    def as_mapping(self) -> ConfigValues:
         """Returns the full configuration as nested mappings."""
         values = dataclasses.asdict(self)
         values[self.section] = values.pop("algo")
@@ -454,7 +454,7 @@ def _unread(kind: JobKind) -> tuple[str, ...]:
     return ("reward",) if kind.offline else ()
 
 
-def complete(values: Mapping[str, Any]) -> dict[str, Any]:
+def complete(values: ConfigValues) -> ConfigValues:
     """Fills a configuration: defaults, then the algorithm's preset, then `values`."""
     name = values.get("algorithm", "grpo")
     section = section_of(name)
@@ -463,7 +463,7 @@ def complete(values: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in values_of_section.items():
         if isinstance(base.get(key), Mapping) and not isinstance(value, Mapping):
             raise ValueError(f"config.{key}={value!r} must be a group of keys, which are {', '.join(base[key])}.")
-    fields: Mapping[str, Any] = {}
+    fields: ConfigValues = {}
     if not kind.offline:
         other = "grpo" if section == "ppo" else "ppo"
         # A configuration written for the other kind of algorithm keeps the values of keys that both kinds have, except
@@ -490,7 +490,7 @@ def other_section(name: str, algorithm: str) -> str:
     return f" algorithm={algorithm!r} reads no such settings." if name in defaults(Job) else ""
 
 
-def unset(algorithm: str) -> dict[str, Any]:
+def unset(algorithm: str) -> ConfigValues:
     """Returns the default configuration of an algorithm; keys without a default are missing."""
     return ConfigDict(_in_own_names(complete({"algorithm": algorithm}))).to_dict()
 
@@ -524,7 +524,7 @@ def _hint(key: str, algorithm: str) -> object:
     return hint_at(root, below) if below else None
 
 
-def parse(values: Mapping[str, Any]) -> Job:
+def parse(values: ConfigValues) -> Job:
     """Builds the job of a configuration and checks its batch arithmetic.
 
     Raises:
@@ -574,7 +574,7 @@ def parse(values: Mapping[str, Any]) -> Job:
     return job
 
 
-def _with_sources(values: Mapping[str, Any], section: str) -> Mapping[str, Any]:
+def _with_sources(values: ConfigValues, section: str) -> ConfigValues:
     """Returns the algorithm's section, with the settings that data sources have for themselves under `sources`."""
     sources = build(DataConfig, values.get("data", {}), "config.data").sources
     own = {source.label: dict(source.grpo) for source in sources if source.grpo}
@@ -602,7 +602,7 @@ def _check_environments(job: Job) -> None:
             )
 
 
-def _in_own_names(values: Mapping[str, Any]) -> dict[str, Any]:
+def _in_own_names(values: ConfigValues) -> ConfigValues:
     """Translates the aggregation mode from the name in the preset's framework to podrl's."""
     algorithm = values.get("algorithm", "grpo")
     section = section_of(algorithm)
@@ -734,7 +734,7 @@ def _check_teachers(job: Job) -> None:
         raise ValueError("model.teachers names a directory twice: give one teacher all of its sources.")
 
 
-def _with_system_prompts(values: Mapping[str, Any]) -> dict[str, Any]:
+def _with_system_prompts(values: ConfigValues) -> ConfigValues:
     """Decides each system_prompt='auto': the reference text if a reward function reads its tags, else no text.
 
     A record that only the user's functions score gets only words that the user wrote; the same holds for answers
@@ -747,7 +747,7 @@ def _with_system_prompts(values: Mapping[str, Any]) -> dict[str, Any]:
     fns = build(RewardConfig, values.get("reward", {}), "config.reward").fns
     prompt = data.system_prompt
 
-    def decided(path: str, own: str, own_fns: Sequence[Any]) -> str:
+    def decided(path: str, own: str, own_fns: Sequence[object]) -> str:
         if own != AUTO or prompt != AUTO or path in EMBEDDED_TASKS:
             return own
         return instructions_for(own_fns or fns)
@@ -765,7 +765,7 @@ def _with_system_prompts(values: Mapping[str, Any]) -> dict[str, Any]:
     return merge(values, changed)
 
 
-def _with_scorers(values: Mapping[str, Any]) -> dict[str, Any]:
+def _with_scorers(values: ConfigValues) -> ConfigValues:
     """Names the reward function 'reasoning_gym' for datasets of reasoning-gym, unless reward.fns names it already.
 
     The function scores the records of every such source and evaluation set that names no functions of its own. If all
@@ -796,7 +796,7 @@ def _with_scorers(values: Mapping[str, Any]) -> dict[str, Any]:
     return merge(values, changed)
 
 
-def with_prompt_length(values: Mapping[str, Any], tools: Tools = ()) -> dict[str, Any]:
+def with_prompt_length(values: ConfigValues, tools: Sequence[ToolSchema] = ()) -> ConfigValues:
     """Replaces rollout.max_prompt_length=0 by the longest prompt of the data, and checks that the model exists.
 
     The system prompt of env.system_prompt_file, if there is one, becomes the system prompt of the data;

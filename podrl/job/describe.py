@@ -5,7 +5,6 @@ import os
 import pathlib
 import socket
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 import rich.console
@@ -20,6 +19,7 @@ from podrl.job.evaluation import unmeasured
 from podrl.job.placement import EvaluationConfig, Meshes
 from podrl.job.weights import copies, model_of
 from podrl.learner.no_updates import no_update_reasons, no_update_reasons_on_samples
+from podrl.mappings import JsonObject
 from podrl.mesh.build import describe_mesh
 from podrl.models import moe
 from podrl.rundir.about import About, Table, print_about
@@ -384,7 +384,7 @@ def _rows_of(shape: PackShape) -> str:
     return f"{plural(shape.rows, 'row')} of {shape.tokens} tokens{shared}"
 
 
-def print_files(console: rich.console.Console, workdir: pathlib.Path, place: str, summary: Mapping[str, Any]) -> None:
+def print_files(console: rich.console.Console, workdir: pathlib.Path, place: str, summary: JsonObject) -> None:
     """Prints the paths of a finished run's files, and its speed.
 
     Args:

@@ -12,6 +12,7 @@ from ml_collections import ConfigDict
 
 from podrl.config import Devices, check, elsewhere, known_arguments, merge
 from podrl.job.config_file import default_workdir, find_config, load_config
+from podrl.mappings import ConfigValues
 from podrl.runtime import detect
 from podrl.runtime import environment as process_environment
 from podrl.workers import child, user_objects
@@ -20,7 +21,7 @@ from podrl.workers import child, user_objects
 @known_arguments
 def run(
     config: str,
-    overrides: Mapping[str, Any] | None = None,
+    overrides: ConfigValues | None = None,
     *,
     workdir: str | os.PathLike | None = None,
     reward_fns: Callable | str | Sequence[Callable | str] = (),
@@ -85,7 +86,7 @@ def run(
     return job.run(values, os.fspath(workdir or default_workdir(path)), command=f"the same podrl.run({config!r}, ...)")
 
 
-def _nested(overrides: Mapping[str, Any]) -> dict[str, Any]:
+def _nested(overrides: ConfigValues) -> ConfigValues:
     """Turns dotted keys into nested mappings."""
     nested: dict[str, Any] = {}
     for key, value in overrides.items():

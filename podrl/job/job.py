@@ -5,7 +5,7 @@ import functools
 import json
 import logging
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,6 @@ from podrl.cluster.replica import follow
 from podrl.cluster.rl_cluster import RLCluster
 from podrl.cluster.scorer import ScorerCluster
 from podrl.config import build
-from podrl.data.chat import Tools
 from podrl.data.config import DataConfig
 from podrl.data.mixture import split
 from podrl.data.pipeline import has_format
@@ -38,6 +37,7 @@ from podrl.learner.run_environments import (
     offered_tools,
     run_environments,
 )
+from podrl.mappings import ConfigValues, JsonObject, ToolSchema
 from podrl.models import parameters
 from podrl.models.pretrained import Decoder
 from podrl.rewards.compose import RewardConfig, Rewards
@@ -60,7 +60,7 @@ from podrl.view.report import write_ending
 _log = logging.getLogger("podrl.job")
 
 
-def dry_run(values: Mapping[str, Any], workdir: str) -> int:
+def dry_run(values: ConfigValues, workdir: str) -> int:
     """Prints the resolved configuration, the role table and the batch arithmetic.
 
     Raises:
@@ -81,7 +81,7 @@ def dry_run(values: Mapping[str, Any], workdir: str) -> int:
     return EXIT_DONE
 
 
-def build_cluster(job: Job, on: Meshes, link: PullLink | None = None, tools: Tools = ()) -> RLCluster:
+def build_cluster(job: Job, on: Meshes, link: PullLink | None = None, tools: Sequence[ToolSchema] = ()) -> RLCluster:
     """Loads the models of a job onto its meshes.
 
     Args:
@@ -191,7 +191,7 @@ def _pull_link(job: Job, pod: Pod | None) -> PullLink | None:
 
 
 def run(
-    values: Mapping[str, Any],
+    values: ConfigValues,
     workdir: str,
     *,
     command: str,
@@ -255,7 +255,7 @@ def run(
         return finish(current, step, job.max_steps, facts)
 
 
-def _pinned(values: Mapping[str, Any], workdir: str, pod: Pod | None) -> Mapping[str, Any]:
+def _pinned(values: ConfigValues, workdir: str, pod: Pod | None) -> ConfigValues:
     """Adds commits to the names of the hub; in a pod the leader looks them up, so that all processes have the same."""
     if not hub.names(values):
         return values
@@ -269,7 +269,7 @@ def _pinned(values: Mapping[str, Any], workdir: str, pod: Pod | None) -> Mapping
     return hub.renamed(values, names)
 
 
-def tools_of_prompts(values: Mapping[str, Any], pod: Pod | None = None) -> Tools:
+def tools_of_prompts(values: ConfigValues, pod: Pod | None = None) -> Sequence[ToolSchema]:
     """Returns the tools that prompts name; in a pod the leader looks them up, so that all processes have the same."""
     config = environment_config(build(EnvironmentConfig, values["env"], "config.env"))
     if not asks_template(config):
@@ -283,7 +283,9 @@ def tools_of_prompts(values: Mapping[str, Any], pod: Pod | None = None) -> Tools
     return pod.get(LEADER, "tools", 4 * build(LogConfig, values["log"], "config.log").stall_s).value["tools"]
 
 
-def _train(job: Job, on: Meshes, link: PullLink | None, current: Run, pod: Pod | None, tools: Tools) -> int:
+def _train(
+    job: Job, on: Meshes, link: PullLink | None, current: Run, pod: Pod | None, tools: Sequence[ToolSchema]
+) -> int:
     """Loads the models, opens the data, and runs the loop; returns the step reached."""
     if job.kind.scores:
         return _train_scorer(job, on, link, current, pod)
@@ -340,7 +342,7 @@ def _write_sources(current: Run, job: Job, too_long: Mapping[str, int] | None = 
         storage.write_whole(current.workdir / "sources.json", json.dumps(rows, indent=2) + "\n")
 
 
-def check_storage(workdir: str, values: Mapping[str, Any]) -> None:
+def check_storage(workdir: str, values: ConfigValues) -> None:
     """Checks that every bucket of the job can be used, before anything large is loaded.
 
     Raises:
@@ -401,7 +403,7 @@ def _make_run(job: Job, workdir: str, pod: Pod | None) -> Run:
     return Run(workdir if trains else None, leads=pod.leads, savers=savers, **options)
 
 
-def finish(current: Run, step: int, max_steps: int, facts: dict[str, Any]) -> int:
+def finish(current: Run, step: int, max_steps: int, facts: JsonObject) -> int:
     """Writes the summary, prints where the files are, and returns the exit code.
 
     Raises:
@@ -434,8 +436,8 @@ def answer_accuracy(
     rewards: list[float],
     *,
     has_format: bool = True,
-    answer: list[Any] | None = None,
-    **_: Any,
+    answer: list[object] | None = None,
+    **_: object,
 ) -> dict[str, float]:
     """Computes accuracy/{answer,partial,format} of the training samples, as far as the data has answers and a format.
 

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping
 from podrl.algorithms.presets import PRESETS
 from podrl.config import described, nearest, types_of
 from podrl.job.config import KINDS, Job, section_of, unset
+from podrl.mappings import ConfigValues
 
 _ATTRIBUTE = re.compile(r"([a-z]\w*(?:, [a-z]\w*)*): +(.*)")
 # Beginnings of keys that only some algorithms read, and the sections of these algorithms. An algorithm also reads its
@@ -91,11 +92,11 @@ def all_keys() -> list[Key]:
     return [dataclasses.replace(key, presets=_presets(key, starts)) for key in (*shared, *own)]
 
 
-def _presets(key: Key, starts: Mapping[str, Mapping[str, typing.Any]]) -> dict[str, str]:
+def _presets(key: Key, starts: Mapping[str, ConfigValues]) -> dict[str, str]:
     """Finds the algorithms whose configuration starts with another value of `key` than its default."""
     found: dict[str, str] = {}
     for algorithm, values in starts.items():
-        value: typing.Any = values
+        value: object = values
         for name in key.path.split("."):
             value = value.get(name, dataclasses.MISSING) if isinstance(value, Mapping) else dataclasses.MISSING
         if value is not dataclasses.MISSING and repr(value) != key.default and key.path != "algorithm":
@@ -104,11 +105,11 @@ def _presets(key: Key, starts: Mapping[str, Mapping[str, typing.Any]]) -> dict[s
 
 
 def _keys(
-    cls: type, prefix: str, readers: tuple[str, ...], start: typing.Any = None, leave_out: tuple[str, ...] = ()
+    cls: type, prefix: str, readers: tuple[str, ...], start: object = None, leave_out: tuple[str, ...] = ()
 ) -> Iterator[Key]:
     """Lists the keys of the settings `cls`; `start` has their default values, or is None for those of `cls` itself."""
     meanings_of_fields, fields = meanings(cls), {field.name: field for field in dataclasses.fields(cls)}
-    groups: list[tuple[str, type, typing.Any]] = []
+    groups: list[tuple[str, type, object]] = []
     for name, hint in types_of(cls).items():
         path = prefix + name
         if name in leave_out:
@@ -142,7 +143,7 @@ def _settings_in(hint: typing.Any) -> tuple[type | None, bool]:
     return None, False
 
 
-def _default(field: dataclasses.Field) -> typing.Any:
+def _default(field: dataclasses.Field) -> object:
     return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 

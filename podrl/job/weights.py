@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +15,7 @@ from podrl.models import parameters
 from podrl.models.config import LoraConfig, ModelConfig
 from podrl.models.hf_config import read_config
 from podrl.models.sizes import config_of
+from podrl.types import PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +100,7 @@ def copies(job: Job, trainer: Mesh, rollout: Mesh) -> Copies:
     return Copies(versions, device_bytes(moved), generating, device_bytes(policy))
 
 
-def device_bytes(tree: Any) -> float:
+def device_bytes(tree: PyTree) -> float:
     """Counts the bytes that one device holds of a tree of shapes with shardings, without those in the host's memory."""
     leaves = [leaf for leaf in jax.tree.leaves(tree) if leaf.sharding.memory_kind != offload.HOST]
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)

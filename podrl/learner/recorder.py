@@ -15,13 +15,14 @@ from podrl.config import plural
 from podrl.data.pools import Curriculum
 from podrl.learner import experience as codec
 from podrl.learner.loop import InFlight, Schedule, Start
+from podrl.mappings import LogRecord
 from podrl.mesh.chips import peak_flops
 from podrl.models.parameters import param_specs
 from podrl.models.sizes import parameters_of_a_token
 from podrl.rundir.console import Progress
 from podrl.rundir.findings import Examination
 from podrl.rundir.gauges import Gauges, StepWork, first_start
-from podrl.rundir.history import Past, Record
+from podrl.rundir.history import Past
 from podrl.rundir.metrics import read_metrics
 from podrl.rundir.run import Run
 from podrl.rundir.summary import brief, eval_records
@@ -342,7 +343,7 @@ class Recorder:
         peak = peak_flops(next(iter(devices)).device_kind)
         return StepWork(len(devices), peak, parameters_of_a_token(param_specs(model), model), trainable, passes)
 
-    def _warn(self, *records: Record) -> None:
+    def _warn(self, *records: LogRecord) -> None:
         """Prints what podrl/rundir/checks.py finds in records; each finding is printed once in a run."""
         for finding in (finding for record in records for finding in self._examination.see(record)):
             self._run.console.print(f"Warning: {finding}. It means: {finding.meaning}. Turn: {finding.key}.")

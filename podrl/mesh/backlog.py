@@ -1,9 +1,10 @@
 """A bound on the number of device programs in flight."""
 
 from collections import deque
-from typing import Any
 
 import jax
+
+from podrl.types import PyTree
 
 IN_FLIGHT = 4
 
@@ -18,9 +19,9 @@ class Backlog:
 
     def __init__(self, limit: int = IN_FLIGHT):
         self._limit = limit
-        self._results: deque[Any] = deque()
+        self._results: deque[PyTree] = deque()
 
-    def add(self, result: Any) -> None:
+    def add(self, result: PyTree) -> None:
         """Registers a program by one of its results, which must not be donated to another."""
         self._results.append(result)
         if len(self._results) > self._limit:

@@ -2,9 +2,10 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import jax
+from jax import Array
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as Spec
 
@@ -120,7 +121,7 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, Spec())
 
 
-def constrain(x: Any, axes: Sequence[str], mesh: Mesh | None, rules: Mapping[str, MeshAxes] = DEFAULT_RULES) -> Any:
+def constrain(x: Array, axes: Sequence[str], mesh: Mesh | None, rules: Mapping[str, MeshAxes] = DEFAULT_RULES) -> Array:
     """Constrains an activation to its sharding inside jit; returns it unchanged without a mesh, or on one device."""
     if mesh is None or mesh.size == 1:
         return x

@@ -17,12 +17,13 @@ import math
 import os
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from absl import flags
 
 from podrl import launch
+from podrl.mappings import ConfigValues
 from podrl.plan import chips
 from podrl.runtime import signals
 
@@ -46,7 +47,7 @@ _FACTOR = flags.DEFINE_float(
 )
 
 
-def make_report(values: Mapping[str, Any], *, log: Any = None) -> "PlanReport":
+def make_report(values: ConfigValues, *, log: Any = None) -> "PlanReport":
     """Compiles every program of a configuration's job, as the flags say.
 
     Args:

@@ -15,9 +15,10 @@ from podrl.offload import HOST
 from podrl.plan.chips import GPUS
 from podrl.plan.hlo import Collective, cost_of
 from podrl.plan.programs import Program
+from podrl.types import PyTree
 
 # Compiles in less time, to learn only whether a program fits: schedules and tiles are not searched.
-QUICK: Mapping[str, Any] = (
+QUICK: Mapping[str, object] = (
     {"exec_time_optimization_effort": -1.0}
     if hasattr(jax.config, "jax_exec_time_optimization_effort")  # jax 0.10; later versions have levels
     else {"optimization_level": "O0"}
@@ -92,7 +93,7 @@ class CompileResult:
 
 
 # Measurements of one job on its topologies, by a key that tells its programs apart.
-CompileCache = MutableMapping[Any, "CompileResult"]
+CompileCache = MutableMapping[object, "CompileResult"]
 
 
 def measure(program: Program, chip: Chip, *, quick: bool = False, known: CompileCache | None = None) -> CompileResult:
@@ -183,7 +184,7 @@ def _compiled(program: Program, lowered: Any, chip: Chip, quick: bool, started: 
     )
 
 
-def _host_bytes(shapes: Any, shardings: Any) -> int:
+def _host_bytes(shapes: PyTree, shardings: PyTree) -> int:
     """Counts the bytes per chip of the arrays that a program reads from, or writes to, the host's memory."""
     placed = zip(jax.tree.leaves(shapes), jax.tree.leaves(shardings, is_leaf=lambda x: x is None), strict=True)
     return sum(

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, Sharding
 
 from podrl import offload
 from podrl.engine.engine import Engine
@@ -41,7 +41,7 @@ from podrl.trainer.pack_shape import PackShape
 from podrl.transfer.collective import CollectiveTransport
 from podrl.transfer.local import RelayoutTransport
 from podrl.transfer.plan import TransferPlan, make_plan
-from podrl.types import PyTree
+from podrl.types import Device, PyTree
 
 TRAINER, ROLLOUT, BOTH = "trainer", "rollout", "both"
 
@@ -307,7 +307,7 @@ def weight_move(setting: Setting) -> WeightMove:
     return WeightMove(out.plan, rate, tuple(programs), sum(b.parts for b in buckets), note)
 
 
-def _far(topology: Topology, other: Topology) -> list[Any]:
+def _far(topology: Topology, other: Topology) -> list[Device]:
     """Lists devices of a topology with ids that no device of `other` has."""
     devices = topology.devices(copies=other.slices + 1)
     return devices[-(len(devices) // (other.slices + 1)) :]
@@ -350,8 +350,8 @@ class _Ends:
 
     plan: TransferPlan
     transport: Any
-    leaves: list[Any]
-    places: list[Any]
+    leaves: list[jax.ShapeDtypeStruct]
+    places: list[Sharding]
     held: float
     kept: float
 
@@ -363,7 +363,14 @@ class _Ends:
         )
 
     @classmethod
-    def of(cls, setting: Setting, sources: Sequence[Any], targets: Sequence[Any], *, transport: bool = True) -> "_Ends":
+    def of(
+        cls,
+        setting: Setting,
+        sources: Sequence[Device],
+        targets: Sequence[Device],
+        *,
+        transport: bool = True,
+    ) -> "_Ends":
         job, model, wire = setting.job, setting.model, setting.rollout_dtype()
         source = make_mesh(job.roles.trainer.mesh, sources, key="roles.trainer.mesh")
         target = make_mesh(job.roles.rollout.mesh, targets, key="roles.rollout.mesh", auto="data=-1")

@@ -2,11 +2,11 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import rich.console
 
 from podrl.job.weights import Copies
+from podrl.mappings import JsonObject
 from podrl.mesh.build import describe_mesh
 from podrl.mesh.chips import GIB
 from podrl.models.sizes import parameter_count
@@ -57,7 +57,7 @@ class PlanReport:
         return all(m.fits for m in self.measured)
 
 
-def as_mapping(report: PlanReport) -> dict[str, Any]:
+def as_mapping(report: PlanReport) -> JsonObject:
     """Returns the report as plain data, in bytes, seconds and FLOP."""
     setting = report.setting
     shape = setting.job.pack_shape(setting.trainer_mesh())
@@ -103,7 +103,7 @@ PREDICTED = (
 )
 
 
-def _trial(trial: Trial) -> dict[str, Any]:
+def _trial(trial: Trial) -> JsonObject:
     return {**dataclasses.asdict(trial), "keys": list(trial.keys)}
 
 

@@ -35,7 +35,7 @@ from podrl.trainer.objective import Forward
 from podrl.trainer.pack_shape import PackShape
 from podrl.trainer.packing import Placement, SharedPrefixes, place
 from podrl.trainer.step import make_logprob_fn, make_train_step
-from podrl.types import Batch, Layout, unrouted
+from podrl.types import Batch, Layout, PyTree, unrouted
 
 TEACHING = "teacher's log-probabilities of likely ids"
 LIKELY, HINTED = "policy's likeliest ids", f"{TEACHING}, behind hints"
@@ -224,7 +224,7 @@ def _critic_programs(setting: Setting) -> tuple[list[Program], float]:
 
 
 def _update_program(
-    name: str, update: Any, args: tuple[Any, ...], setting: Setting, *, resident: float = 0.0
+    name: str, update: Any, args: tuple[PyTree, ...], setting: Setting, *, resident: float = 0.0
 ) -> Program:
     """Makes the program of an update, which loops over micro-batches if there can be several."""
     shape = setting.job.pack_shape(setting.trainer_mesh())

@@ -6,14 +6,15 @@ import functools
 import json
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from podrl.config import plural
+from podrl.mappings import TaskColumns, TaskFields
 from podrl.types import BatchError
 
 _HEAD = 160
@@ -36,7 +37,7 @@ class RewardCall:
         self,
         prompts: Sequence[str],
         completions: Sequence[str],
-        fields: Mapping[str, Sequence[Any]],
+        fields: TaskColumns,
         *,
         places: Sequence[int] | None = None,
         total: int | None = None,
@@ -173,7 +174,7 @@ class OpenBatch:
         self,
         scorers: Sequence[Scorer],
         prompts: Sequence[str],
-        fields: Mapping[str, Sequence[Any]],
+        fields: TaskColumns,
         group_B: Int[np.ndarray, " B"],
     ) -> None:
         """Opens a batch of B samples, none of which has ended.
@@ -193,13 +194,13 @@ class OpenBatch:
                     f"{name} has {plural(len(values), 'value')} for {plural(len(prompts), 'prompt')}: they must match."
                 )
         self._prompts, self._fields = prompts, fields
-        self._ended: dict[int, tuple[str, Mapping[str, Any]] | None] = {}
+        self._ended: dict[int, tuple[str, TaskFields] | None] = {}
         units = {"sample": np.arange(len(prompts)), "group": group_B, "batch": np.zeros(len(prompts), np.int64)}
         self._lines = [_Line(scorer, of := units[scorer.whole].tolist(), collections.Counter(of)) for scorer in scorers]
         self._given_up = False
         self._changed = threading.Condition(threading.RLock())
 
-    def add(self, sample: int, completion: str, fields: Mapping[str, Any]) -> None:
+    def add(self, sample: int, completion: str, fields: TaskFields) -> None:
         """Adds the completion of a sample that has ended.
 
         Args:
@@ -276,7 +277,7 @@ class OpenBatch:
     def _is_done(self, line: _Line) -> bool:
         return not line.ready and all(job.done() for _, job in line.jobs)
 
-    def _end(self, sample: int, ended: tuple[str, Mapping[str, Any]] | None) -> None:
+    def _end(self, sample: int, ended: tuple[str, TaskFields] | None) -> None:
         with self._changed:
             assert sample not in self._ended, sample
             self._ended[sample] = ended
@@ -318,7 +319,7 @@ def _whole(reward_FB: Float[np.ndarray, "F B"]) -> Float[np.ndarray, "F B"]:
     return np.where(np.isnan(reward_FB).any(axis=0), np.nan, reward_FB)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """Converts numpy values for JSON."""
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()

@@ -2,9 +2,9 @@
 id="5f1c09ab-0">statement</cite>`."""
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
+from podrl.mappings import TurnRecord
 from podrl.rewards.answers import closed_answer
 
 # Possessive quantifiers do not backtrack, so no text of a model makes a match slow.
@@ -17,7 +17,7 @@ _WORD = re.compile(r"\d++(?:[.,]\d++)*+|[^\W\d_]++")
 
 
 def citations(
-    prompts: Sequence[str], completions: Sequence[str], sample_text: Sequence[str], **fields: Any
+    prompts: Sequence[str], completions: Sequence[str], sample_text: Sequence[str], **fields: object
 ) -> list[float]:
     """Scores the share of an answer's cited statements that the cited documents support, from 0 to 1; 0 without one.
 
@@ -37,7 +37,7 @@ def citations(
 
 
 def citation_format(
-    prompts: Sequence[str], completions: Sequence[str], turns: Sequence[Sequence[Mapping[str, Any]]], **fields: Any
+    prompts: Sequence[str], completions: Sequence[str], turns: Sequence[Sequence[TurnRecord]], **fields: object
 ) -> list[float]:
     """Scores 0.5 for an answer in its tags, 0.3 for a citation in it, and 0.2 for a tool call that did not fail.
 

@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from podrl.config import Finite, Positive, Workers, plural, section
+from podrl.mappings import JsonObject, TaskColumns, TaskFields
 from podrl.rewards import citations, formats, math_answer, reasoning, reference, text, turns, worker
 from podrl.rewards.batch import CallsInFlight, OpenBatch, RewardCall, RewardError, Scorer
 from podrl.rewards.code import CodeConfig, CodeTests
@@ -125,7 +126,7 @@ class _Function:
     """
 
     name: str
-    spec: Mapping[str, Any] | None
+    spec: JsonObject | None
     here: Callable[..., Any] | None
     dataset: str = ""
     spec_text: str = ""
@@ -251,7 +252,7 @@ class Rewards:
                 )
 
     def check_fields(
-        self, records: Sequence[tuple[str, Mapping[str, Any]]], own: Sequence[str], fields_of_job: Collection[str]
+        self, records: Sequence[tuple[str, TaskFields]], own: Sequence[str], fields_of_job: Collection[str]
     ) -> None:
         """Refuses records without a field that a function takes.
 
@@ -296,8 +297,8 @@ class Rewards:
 
     def check_scored(
         self,
-        records: Sequence[tuple[str, Mapping[str, Any]]],
-        others: Sequence[tuple[str, Mapping[str, Any]]] = (),
+        records: Sequence[tuple[str, TaskFields]],
+        others: Sequence[tuple[str, TaskFields]] = (),
         *,
         whole: bool,
     ) -> None:
@@ -328,7 +329,7 @@ class Rewards:
                 raise ValueError(f"{text} {', '.join(known)} (by their field {field!r}): correct the name.")
             _log.warning("%s %s, judging by the first records of every source.", text, ", ".join(known))
 
-    def try_own(self, prompt: str, place: str, fields: Mapping[str, Any]) -> None:
+    def try_own(self, prompt: str, place: str, fields: TaskFields) -> None:
         """Tries the user's own functions on two completions of a record, one of them empty.
 
         A function that is late, or whose worker dies, raises no error here, because in the run it is called again and
@@ -369,7 +370,7 @@ class Rewards:
         return here | {name: about[what] for name, about in (self._pool.about if self._pool else {}).items()}
 
     def score(
-        self, prompts: Sequence[str], completions: Sequence[str], fields: Mapping[str, Sequence[Any]]
+        self, prompts: Sequence[str], completions: Sequence[str], fields: TaskColumns
     ) -> Float[np.ndarray, "F B"]:
         """Computes the unweighted reward of every function for every completion.
 
@@ -403,9 +404,7 @@ class Rewards:
         rewards = [job.result() for job in jobs]
         return np.array(rewards, np.float64).reshape(len(rewards), len(completions))
 
-    def open(
-        self, prompts: Sequence[str], fields: Mapping[str, Sequence[Any]], *, group_B: Int[np.ndarray, " B"]
-    ) -> OpenBatch:
+    def open(self, prompts: Sequence[str], fields: TaskColumns, *, group_B: Int[np.ndarray, " B"]) -> OpenBatch:
         """Opens a batch whose finished samples are scored while other samples of the batch are still generated.
 
         Args:
@@ -559,7 +558,7 @@ class Rewards:
             count, self._late_samples = self._late_samples, 0
         return count
 
-    def _values(self, function: _Function, part: RewardCall, reply: Mapping[str, Any]) -> list[float]:
+    def _values(self, function: _Function, part: RewardCall, reply: JsonObject) -> list[float]:
         if "raised" in reply:
             raise self._failed(function, part, f"it raised:\n{reply['raised']}")
         if "bad" in reply and "sample" in reply:
@@ -568,7 +567,7 @@ class Rewards:
             raise self._failed(function, part, f"it {reply['bad']}.")
         return reply["values"]
 
-    def _patiently(self, function: _Function, part: RewardCall, deadline_s: float) -> dict[str, Any]:
+    def _patiently(self, function: _Function, part: RewardCall, deadline_s: float) -> JsonObject:
         """Calls a function; while a service that the function needs is away, repeats the call at growing intervals."""
         started, pause = time.monotonic(), _FIRST_PAUSE_S
         while "away" in (reply := self._call(function, part, deadline_s)):
@@ -583,7 +582,7 @@ class Rewards:
             pause = min(2 * pause, _LONGEST_PAUSE_S)
         return reply
 
-    def _call(self, function: _Function, part: RewardCall, deadline_s: float) -> dict[str, Any]:
+    def _call(self, function: _Function, part: RewardCall, deadline_s: float) -> JsonObject:
         if function.here is not None:
             if isinstance(function.here, _Judge):  # at the deadline the judge raises a better error itself
                 deadline_s += _JUDGE_S
@@ -678,9 +677,9 @@ class _Judge:
         return judge_by_rubric(prompts, completions, answers, rubrics, **self._settings)
 
 
-def _in_thread(fn: Callable[..., Any], part: RewardCall, deadline_s: float) -> dict[str, Any]:
+def _in_thread(fn: Callable[..., Any], part: RewardCall, deadline_s: float) -> JsonObject:
     """Calls a function in a daemon thread: a function that never returns blocks neither the caller nor the exit."""
-    replies: list[dict[str, Any]] = []
+    replies: list[JsonObject] = []
 
     def run() -> None:
         fields = {name: list(values) for name, values in part.fields.items()}

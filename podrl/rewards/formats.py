@@ -2,13 +2,12 @@
 
 import re
 from collections.abc import Sequence
-from typing import Any
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 _FORMAT = re.compile(r"\s*<think>.*?</think>\s*<answer>.*?</answer>\s*", re.DOTALL)
 
 
-def r1_format(prompts: Sequence[str], completions: Sequence[str], **fields: Any) -> list[float]:
+def r1_format(prompts: Sequence[str], completions: Sequence[str], **fields: object) -> list[float]:
     """Scores 1 for `<think>...</think><answer>...</answer>` alone, each tag once; else 0 (arXiv 2501.12948).
 
     A prompt that ends with `<think>` has opened the thoughts already: the completion may then start inside them.

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from podrl.config import Count, Finite, Natural, Positive, Workers, plural, section
+from podrl.mappings import JsonObject
 from podrl.runtime.service import ServiceError, ask, is_away
 
 _TEMPLATE = (
@@ -94,7 +95,7 @@ class JudgeError(RuntimeError):
 def judge(
     prompts: Sequence[str],
     completions: Sequence[str],
-    answers: Sequence[Any],
+    answers: Sequence[object],
     *,
     config: JudgeConfig,
     deadline_s: float,
@@ -128,8 +129,8 @@ def judge(
 def judge_by_rubric(
     prompts: Sequence[str],
     completions: Sequence[str],
-    answers: Sequence[Any],
-    rubrics: Sequence[Any],
+    answers: Sequence[object],
+    rubrics: Sequence[object],
     *,
     config: JudgeConfig,
     deadline_s: float,
@@ -181,11 +182,11 @@ def _criteria(rubric: Any, config: JudgeConfig) -> list[tuple[str, float]]:
     return found
 
 
-def _scores(config: JudgeConfig, template: str, shown: Sequence[dict[str, Any]], deadline_s: float) -> list[float]:
+def _scores(config: JudgeConfig, template: str, shown: Sequence[JsonObject], deadline_s: float) -> list[float]:
     end = time.monotonic() + deadline_s
 
-    def score(one: dict[str, Any]) -> float:
-        return _score_of(config, _filled(template, one | {"max_score": f"{config.max_score:g}"}), end)
+    def score(one: JsonObject) -> float:
+        return _score_of(config, _filled(template, {**one, "max_score": f"{config.max_score:g}"}), end)
 
     with ThreadPoolExecutor(config.concurrency) as threads:
         return list(threads.map(score, shown))
@@ -223,7 +224,7 @@ def _score_of(config: JudgeConfig, question: str, end: float) -> float:
     )
 
 
-def _filled(template: str, shown: Mapping[str, Any]) -> str:
+def _filled(template: str, shown: JsonObject) -> str:
     """Replaces the template's names in one pass, so that braces in the judged text stay as they are."""
     return re.sub(
         r"\{(prompt|completion|answer|criterion|max_score)\}",

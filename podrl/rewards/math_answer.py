@@ -30,7 +30,9 @@ _NAMED = re.compile(r"\s*([A-Za-z](?:_\{?\w+\}?)?)\s*=(?!=)")
 _CALCULATES = re.compile(r"\s*[0-9.]+(?:\s*[-+*/]\s*[0-9.]+)+\s*")
 
 
-def math_equal(prompts: Sequence[str], completions: Sequence[str], answer: Sequence[Any], **fields: Any) -> list[float]:
+def math_equal(
+    prompts: Sequence[str], completions: Sequence[str], answer: Sequence[object], **fields: object
+) -> list[float]:
     r"""Scores 1 if the answer equals a reference as mathematics (1/2, 0.5 and \frac{1}{2} are equal), else 0.
 
     The answer is the text between the last `<answer>` tags. In a completion without these tags it is the last boxed or

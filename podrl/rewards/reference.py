@@ -8,7 +8,6 @@ import collections
 import math
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from podrl.rewards.answers import is_right, last_answer, number_of, vote
 from podrl.rewards.numbers import Number, of_reference, read
@@ -38,19 +37,21 @@ def answer_of(completion: str) -> str | None:
     return completion[begin : ended.start()] if ended else None
 
 
-def exact_format(prompts: Sequence[str], completions: Sequence[str], **fields: Any) -> list[float]:
+def exact_format(prompts: Sequence[str], completions: Sequence[str], **fields: object) -> list[float]:
     """Scores 3 when the completion keeps the format, else 0."""
     del prompts, fields
     return [3.0 if answer_of(completion) is not None else 0.0 for completion in completions]
 
 
-def approximate_format(prompts: Sequence[str], completions: Sequence[str], **fields: Any) -> list[float]:
+def approximate_format(prompts: Sequence[str], completions: Sequence[str], **fields: object) -> list[float]:
     """Scores each of the four tags 0.5 when it occurs exactly once, else -0.5: from -2 to 2."""
     del prompts, fields
     return [sum(0.5 if completion.count(tag) == 1 else -0.5 for tag in TAGS) for completion in completions]
 
 
-def answer(prompts: Sequence[str], completions: Sequence[str], answer: Sequence[Any], **fields: Any) -> list[float]:
+def answer(
+    prompts: Sequence[str], completions: Sequence[str], answer: Sequence[object], **fields: object
+) -> list[float]:
     """Scores the answer of a completion in the exact format; with several references, the best score counts.
 
     The score is 3 for the reference answer, 1.5 if both are equal without surrounding space, 0.5 if the ratio of their
@@ -62,7 +63,9 @@ def answer(prompts: Sequence[str], completions: Sequence[str], answer: Sequence[
     return [max(_answer_score(guess, one) for one in references(truth)) for guess, truth in found]
 
 
-def number(prompts: Sequence[str], completions: Sequence[str], answer: Sequence[Any], **fields: Any) -> list[float]:
+def number(
+    prompts: Sequence[str], completions: Sequence[str], answer: Sequence[object], **fields: object
+) -> list[float]:
     """Scores 1.5 when the number in the last answer tags equals a reference answer, else 0.
 
     The tags need not be closed. Numbers are read as `podrl.rewards.numbers.read` does.
@@ -75,7 +78,7 @@ def number(prompts: Sequence[str], completions: Sequence[str], answer: Sequence[
 
 
 def recipe_number(
-    prompts: Sequence[str], completions: Sequence[str], answer: Sequence[Any], **fields: Any
+    prompts: Sequence[str], completions: Sequence[str], answer: Sequence[object], **fields: object
 ) -> list[float]:
     """Scores 1.5 when the first digits and points after `<answer>` are the reference answer: the recipe's pattern.
 
@@ -98,7 +101,7 @@ BUILT_IN: dict[str, Callable[..., list[float]]] = {
 DEFAULT = ("exact_format", "approximate_format", "answer", "number")
 
 
-def accuracies(completion: str, truth: Any, *, has_format: bool = True) -> dict[str, float]:
+def accuracies(completion: str, truth: object, *, has_format: bool = True) -> dict[str, float]:
     """Compares the text in a completion's last answer tags, which need not be closed, with the reference answer.
 
     Returns:

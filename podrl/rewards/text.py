@@ -126,7 +126,7 @@ def regex(answer: str, pattern: str, config: TextConfig) -> float:
     return float(_compiled(pattern).search(answer) is not None)
 
 
-def json_schema(answer: str, schema: Any, config: TextConfig) -> float:
+def json_schema(answer: str, schema: object, config: TextConfig) -> float:
     """Scores 1 if the answer is JSON that the schema allows, else 0.
 
     The JSON may stand in a fenced block. NaN and numbers that no float holds are not JSON.
@@ -166,7 +166,7 @@ def _whole(number: str) -> int:
     return int(number)
 
 
-def _same_if_equal(value: Any) -> Any:
+def _same_if_equal(value: object) -> object:
     """Returns a key for sets and dictionaries that equal JSON values share: 1 and 1.0 are equal, 1 and true are not."""
     if isinstance(value, dict):
         return "object", frozenset((key, _same_if_equal(one)) for key, one in value.items())

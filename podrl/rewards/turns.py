@@ -1,11 +1,12 @@
 """Rewards for events between a sample's turns, when an environment or its tools ran."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+
+from podrl.mappings import TurnRecord
 
 
 def failed_calls(
-    prompts: Sequence[str], completions: Sequence[str], turns: Sequence[Sequence[Mapping[str, Any]]], **fields: Any
+    prompts: Sequence[str], completions: Sequence[str], turns: Sequence[Sequence[TurnRecord]], **fields: object
 ) -> list[float]:
     """Scores -1 for every tool call that failed: an unknown tool, bad arguments, an exception, a deadline.
 

@@ -9,12 +9,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from podrl.config import plural
+from podrl.mappings import TaskColumns
 from podrl.runtime.service import is_away
 from podrl.workers import child
 from podrl.workers.user_objects import explain, one_line, short
 
 
-def call(fn: Callable[..., Any], prompts: list[str], completions: list[str], fields: Mapping[str, list]) -> dict:
+def call(fn: Callable[..., object], prompts: list[str], completions: list[str], fields: Mapping[str, list]) -> dict:
     """Runs a reward function and checks what it returns.
 
     Returns:
@@ -58,18 +59,18 @@ def main() -> None:
     )
 
 
-def needs(fn: Callable[..., Any]) -> list[str]:
+def needs(fn: Callable[..., object]) -> list[str]:
     """Names the record fields that a reward function requires: its arguments without a default, and its own `reads`."""
     required = [p.name for p in _of_fields(fn) if p.default is p.empty]
     return [*required, *getattr(fn, "reads", ())]
 
 
-def options(fn: Callable[..., Any]) -> list[str]:
+def options(fn: Callable[..., object]) -> list[str]:
     """Names the record fields in whose place a reward function gets None if no record has them."""
     return [p.name for p in _of_fields(fn) if p.default is None]
 
 
-def _of_fields(fn: Callable[..., Any]) -> list[inspect.Parameter]:
+def _of_fields(fn: Callable[..., object]) -> list[inspect.Parameter]:
     """Returns the parameters that get fields of records: all but prompts and completions, *args and **kwargs."""
     try:
         parameters = list(inspect.signature(fn).parameters.values())
@@ -82,7 +83,7 @@ def _of_fields(fn: Callable[..., Any]) -> list[inspect.Parameter]:
     return [p for p in named if p.name not in ("prompts", "completions")]
 
 
-def _mistaken(fn: Callable[..., Any], fields: Mapping[str, Any]) -> str:
+def _mistaken(fn: Callable[..., object], fields: TaskColumns) -> str:
     """Returns the reason why a reward function cannot get prompts and completions as its first two arguments, or ''."""
     try:
         parameters = list(inspect.signature(fn).parameters.values())
@@ -103,7 +104,7 @@ def _mistaken(fn: Callable[..., Any], fields: Mapping[str, Any]) -> str:
     )
 
 
-def _apply(fn: Callable[..., Any], prompts: list[str], completions: list[str], fields: Mapping[str, list]) -> Any:
+def _apply(fn: Callable[..., object], prompts: list[str], completions: list[str], fields: Mapping[str, list]) -> Any:
     """Passes arguments by keyword if the function names `completions`, else by position; leaves out fields that it does
     not take."""
     arguments = {**fields, "prompts": prompts, "completions": completions}

@@ -10,9 +10,10 @@ guarantee.
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 from podrl.engine.config import RolloutConfig
+from podrl.mappings import JournalEntry
 from podrl.rollout.journal import WallJournal
 from podrl.rollout.token_budget import TokenBudget
 from podrl.types import LeftOut
@@ -167,7 +168,7 @@ class Candidate(Protocol):
     @property
     def oldest(self) -> int | None: ...
 
-    def record(self) -> Mapping[str, Any]:
+    def record(self) -> JournalEntry:
         """Returns the entry of an ended group for the journal (podrl.rollout.journal.WallJournal)."""
         ...
 
@@ -208,7 +209,7 @@ class WallClock:
         """Returns the first step, from `step` on, whose batch is not decided; the steps before it are repeated."""
         return self._journal.known(step)
 
-    def recorded(self, index: int, submit_step: int, step: int) -> Mapping[str, Any] | None:
+    def recorded(self, index: int, submit_step: int, step: int) -> JournalEntry | None:
         """Returns the journal's entry of a group in a batch of `step` or later; None if no such batch has the group."""
         return self._journal.group(index, submit_step, step)
 
@@ -374,7 +375,7 @@ def in_sessions(budgets: Sequence[tuple[_G, Sequence[TokenBudget]]]) -> Iterator
         yield [(group, each[k]) for group, each in budgets if k < len(each)]
 
 
-def sessions_of(group: Mapping[str, Any], version: int) -> list[TokenBudget]:
+def sessions_of(group: JournalEntry, version: int) -> list[TokenBudget]:
     """Lists the budget of a recorded group in each session of a version.
 
     A sample does not stop in the session that draws its last token.
@@ -383,7 +384,7 @@ def sessions_of(group: Mapping[str, Any], version: int) -> list[TokenBudget]:
     return [_budget_of(group, version, ends, k) for k in range(max([1, *map(len, ends)]))]
 
 
-def _budget_of(group: Mapping[str, Any], version: int, ends: Sequence[Sequence[int]], k: int) -> TokenBudget:
+def _budget_of(group: JournalEntry, version: int, ends: Sequence[Sequence[int]], k: int) -> TokenBudget:
     """Returns the budget of a recorded group in session `k` of a version.
 
     Args:

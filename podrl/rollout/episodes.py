@@ -17,6 +17,7 @@ from podrl.environments.calls import SEPARATOR, shortened
 from podrl.environments.protocol import FULL, REFUSED, Task, Turn
 from podrl.environments.wire.requests import RefusedRequest
 from podrl.environments.workers import EpisodeEnd, EpisodeEvent, EpisodeObservation, EpisodeRestart, EpisodeReturn
+from podrl.mappings import EpisodeRecord, PackedTokens, SavedState
 from podrl.rollout.branches import Branches, ChatRequest, read_record
 from podrl.rollout.partial import PartialBatch, fill, pack_routes, pack_turn, unpack_routes
 from podrl.rollout.token_budget import TokenBudget
@@ -42,9 +43,9 @@ class EpisodeHost(Protocol):
 
     def start(self, episode: int, task: Task, *, recorded: bool = True) -> None: ...
 
-    def turn(self, episode: int, turn: Turn, drawn: Mapping[str, Any] | None = None) -> None: ...
+    def turn(self, episode: int, turn: Turn, drawn: PackedTokens | None = None) -> None: ...
 
-    def record(self, episode: int, routes: Sequence[Mapping[str, Any] | None]) -> None: ...
+    def record(self, episode: int, routes: Sequence[PackedTokens | None]) -> None: ...
 
     def rest(self, episode: int) -> None: ...
 
@@ -178,19 +179,19 @@ class Episode:
     calls: int = 0
     branches: Branches | None = None
     entered: int = 0
-    answers: list[Mapping[str, Any]] = dataclasses.field(default_factory=list)
+    answers: list[PackedTokens] = dataclasses.field(default_factory=list)
     piece: list[int] = dataclasses.field(default_factory=list)
     started: float = dataclasses.field(default_factory=time.monotonic)
     seconds: float = 0.0
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> SavedState:
         """Returns the episode's part of a checkpoint as values for JSON, without the track."""
         state = {name: getattr(self, name) for name in _STATE}
         sent_turns = [[turn.text, turn.stop, list(turn.tokens)] for turn in self.sent_turns]
         state |= {"heard": self.received, "answered": self.own_text, "reward": self.reward}
         return state | {"stops": list(self.stops.items()), "told": sent_turns}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: SavedState) -> None:
         """Restores the values that `state` returned in another process; the environment will begin again."""
         for name in _STATE:
             setattr(self, name, state.get(name, getattr(self, name)))  # older checkpoints lack some
@@ -201,7 +202,7 @@ class Episode:
         self.sent_turns = [Turn(text, stop, tuple(tokens)) for text, stop, tokens in state["told"]]
         self.repeated = 0 if self.received else None
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> EpisodeRecord:
         """Returns the episode's entry of `Rollouts.episodes`."""
         optional = {"text": self.text} if self.own_text else {}
         optional |= {} if self.reward is None else {"reward": self.reward}
@@ -297,11 +298,11 @@ class EpisodePlayer:
             fill(track, partial, b)
             episode.track, self.rows[track] = track, b
 
-    def state(self) -> list[tuple[dict[str, Any], Track | None]]:
+    def state(self) -> list[tuple[SavedState, Track | None]]:
         every = [self.done[b] if b in self.done else self._episodes[b] for b in range(self.request.samples)]
         return [self._state(episode) for episode in every]
 
-    def _state(self, episode: Episode) -> tuple[dict[str, Any], Track | None]:
+    def _state(self, episode: Episode) -> tuple[SavedState, Track | None]:
         if episode.stop is not None or (episode.track is not None and episode.branches is None):
             return {"episode": episode.state()}, episode.track
         # The environment will begin again. If it sends the same requests, it gets the same answers. Under the wall
@@ -721,7 +722,7 @@ class EpisodePlayer:
         self._episodes[b].full = True
         self._send_turn(b, Turn("", FULL))
 
-    def _send_turn(self, b: int, turn: Turn, drawn: Mapping[str, Any] | None = None) -> None:
+    def _send_turn(self, b: int, turn: Turn, drawn: PackedTokens | None = None) -> None:
         """Sends a turn to the environment of a sample. From then on the sample waits for the answer.
 
         Args:
@@ -792,13 +793,13 @@ class EpisodePlayer:
         return f"The environment of sample {g} of prompt {int(self.request.prompts.index_P[p])}"
 
 
-def _unpack_drawn(drawn: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+def _unpack_drawn(drawn: PackedTokens | None) -> PackedTokens | None:
     """Unpacks the routes of a recorded answer, if it has any; its other columns stay packed."""
     if drawn is None or "routes" not in drawn:
         return drawn
     return {**drawn, "routes": unpack_routes(drawn["routes"])}
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """Converts numpy values to values for JSON."""
     return value.item() if isinstance(value, np.generic) else value.tolist() if isinstance(value, np.ndarray) else value

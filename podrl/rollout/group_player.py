@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from podrl.engine.session import Track
+from podrl.mappings import JournalEntry, SavedState
 from podrl.rollout.clock import in_sessions, last_window, sessions_of, stop_at
 from podrl.rollout.journal import runs_of
 from podrl.rollout.open_groups import Group
@@ -33,7 +34,7 @@ class OwnGroup(Group):
     """
 
     samples: Any
-    recorded: Mapping[str, Any] | None = None
+    recorded: JournalEntry | None = None
     since: int = 0
     in_batch: bool = False
     ended_reported: bool = False
@@ -60,7 +61,7 @@ class OwnGroup(Group):
             self.looked_up = min(versions, default=None)
         return self.looked_up
 
-    def states(self) -> Sequence[tuple[Mapping[str, Any], Track | None]]:
+    def states(self) -> Sequence[tuple[SavedState, Track | None]]:
         return self.samples.player.state()
 
     def sessions(self, version: int) -> list[TokenBudget]:
@@ -73,7 +74,7 @@ class OwnGroup(Group):
         self.origin = None  # the samples are about to go beyond this state
         return self.samples, budget
 
-    def record(self) -> Mapping[str, Any]:
+    def record(self) -> JournalEntry:
         states = self.states()
         runs = [[] if track is None else runs_of(track.versions, track.breaks) for _, track in states]
         late = [b for b, (value, _) in enumerate(states) if value.get("episode", {}).get("stop") == STOP_DEADLINE]
@@ -171,7 +172,7 @@ class GroupPlayer:
         origin: PartialBatch | None,
         *,
         quantum: int = 0,
-        recorded: Mapping[str, Any] | None = None,
+        recorded: JournalEntry | None = None,
         since: int = 0,
         in_batch: bool = False,
     ) -> OwnGroup:

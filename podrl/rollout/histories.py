@@ -7,24 +7,23 @@ tokens of the earlier prompt and answer unchanged, and encodes only the new mess
 import collections
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from podrl.data import conversation
-from podrl.data.chat import Message
 from podrl.data.tokenizer import ORDINARY, Tokenizer
 from podrl.environments.calls import Json, Tags, ToolOutput, format_of
 from podrl.environments.dr_tulu import query_of
 from podrl.environments.wire.requests import RefusedRequest
+from podrl.mappings import ChatMessage, JsonObject, ToolSchema
 
 # Marks from Unicode's private use area. A template is rendered with _WORDS in place of an answer, which shows the text
 # around the answer; _OPEN and _CLOSE enclose the content of a message.
 _WORDS, _OPEN, _CLOSE = "\ue0f3", "\ue0f0", "\ue0f1"
 _THOUGHTS = f"<think>\n{_WORDS}\n</think>\n\n{_WORDS}"  # a template that drops thoughts does not render it unchanged
 _MOST = 1 << 24  # largest number of remembered tokens, in all conversations together
-Tools = Sequence[Mapping[str, Any]]
 
 
 class Histories:
@@ -50,7 +49,7 @@ class Histories:
         self._tokens = self.extended = self.forks = 0
         self.continued = self.forked = False
 
-    def encode(self, messages: Sequence[Message], tools: Tools) -> list[int]:
+    def encode(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSchema]) -> list[int]:
         """Encodes a conversation as a prompt.
 
         Raises:
@@ -74,12 +73,15 @@ class Histories:
             ) from None
         return self._encoded(written, None)
 
-    def knows(self, messages: Sequence[Message], tools: Tools) -> bool:
+    def knows(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSchema]) -> bool:
         """Returns True if a conversation continues a known answer."""
         return self._last_answer(messages, tools)[0] is not None
 
     def remember(
-        self, messages: Sequence[Message], tools: Tools, answers: Iterable[tuple[Message, Sequence[int]]]
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[ToolSchema],
+        answers: Iterable[tuple[ChatMessage, Sequence[int]]],
     ) -> None:
         """Keeps the tokens of a conversation with each of its answers, and forgets the least recently used ones.
 
@@ -99,7 +101,9 @@ class Histories:
         while self._tokens > _MOST:
             self._tokens -= len(self._answers.popitem(last=False)[1])
 
-    def _last_answer(self, messages: Sequence[Message], tools: Tools) -> tuple[np.ndarray | None, int]:
+    def _last_answer(
+        self, messages: Sequence[ChatMessage], tools: Sequence[ToolSchema]
+    ) -> tuple[np.ndarray | None, int]:
         """Looks up a conversation up to its last answer.
 
         Returns:
@@ -115,7 +119,7 @@ class Histories:
         return ids, last + 1
 
     def _new(
-        self, messages: Sequence[Message], count: int, tools: Tools, form: Tags | Json, last: int
+        self, messages: Sequence[ChatMessage], count: int, tools: Sequence[ToolSchema], form: Tags | Json, last: int
     ) -> list[int] | None:
         """Encodes the messages after a known answer.
 
@@ -153,7 +157,7 @@ class Histories:
             rest[place] = (rest[place][0].removeprefix(self._tokenizer.token_text(last)), rest[place][1])
         return self._encoded(rest, last)
 
-    def _parts(self, messages: Sequence[Message], tools: Tools) -> list[tuple[str, bool]]:
+    def _parts(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSchema]) -> list[tuple[str, bool]]:
         """Renders a conversation as parts: (text, True if special tokens in it must stay text).
 
         A last message that is `open` is an unfinished turn of the assistant; its text comes after the rendering.
@@ -167,12 +171,12 @@ class Histories:
             parts = self._around(messages, tools, risky, whole)
         return [*parts, (opened, self._tokenizer.holds_special(opened))] if opened else parts
 
-    def _is_risky(self, message: Message) -> bool:
+    def _is_risky(self, message: ChatMessage) -> bool:
         """Returns True if the content of a message has the text of a special token."""
         return isinstance(message.get("content"), str) and self._tokenizer.holds_special(message["content"])
 
     def _around(
-        self, messages: Sequence[Message], tools: Tools, risky: Sequence[int], whole: str
+        self, messages: Sequence[ChatMessage], tools: Sequence[ToolSchema], risky: Sequence[int], whole: str
     ) -> list[tuple[str, bool]]:
         """Splits a rendering at the contents of the messages `risky`.
 
@@ -211,7 +215,7 @@ class Histories:
         return ids
 
 
-def canonical(message: Message) -> list[Any]:
+def canonical(message: ChatMessage) -> list[object]:
     """Returns the fields by which a message is recognised; separate fields with thoughts are left out."""
     calls = [
         [call.get("id"), call["function"]["name"], _object(call["function"]["arguments"])]
@@ -220,7 +224,7 @@ def canonical(message: Message) -> list[Any]:
     return [message["role"], message.get("content") or "", calls, message.get("tool_call_id"), message.get("name")]
 
 
-def _digest(messages: Sequence[Message], tools: Tools) -> hashlib.blake2b:
+def _digest(messages: Sequence[ChatMessage], tools: Sequence[ToolSchema]) -> hashlib.blake2b:
     """Hashes a conversation and its tools; the hash can be extended by the `_line` of the next message."""
     digest = hashlib.blake2b(json.dumps(list(tools), sort_keys=True).encode(), digest_size=16)
     for message in messages:
@@ -228,11 +232,11 @@ def _digest(messages: Sequence[Message], tools: Tools) -> hashlib.blake2b:
     return digest
 
 
-def _line(message: Message) -> bytes:
+def _line(message: ChatMessage) -> bytes:
     return json.dumps(canonical(message), sort_keys=True).encode() + b"\n"
 
 
-def _folded(messages: Sequence[Message], form: Tags | Json) -> Sequence[Message]:
+def _folded(messages: Sequence[ChatMessage], form: Tags | Json) -> Sequence[ChatMessage]:
     """Rewrites a conversation for the model's format of tool calls.
 
     In a format of tags, a call and its output are text of the model's own turn. So an assistant's message, the tools'
@@ -260,7 +264,7 @@ def _folded(messages: Sequence[Message], form: Tags | Json) -> Sequence[Message]
     return folded
 
 
-def _called(form: Tags, function: Mapping[str, Any]) -> str:
+def _called(form: Tags, function: JsonObject) -> str:
     """Writes a call in tags."""
     arguments = _object(function["arguments"])
     if not isinstance(arguments, dict):
@@ -269,7 +273,7 @@ def _called(form: Tags, function: Mapping[str, Any]) -> str:
     return form.written(function["name"], arguments, query)
 
 
-def _with_objects(message: Message) -> Message:
+def _with_objects(message: ChatMessage) -> ChatMessage:
     """Replaces the JSON text of a message's calls by objects, which most chat templates need."""
     if not (calls := message.get("tool_calls")):
         return message

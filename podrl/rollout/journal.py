@@ -2,9 +2,9 @@
 
 import os
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
+from podrl.mappings import JournalEntry
 from podrl.storage import sealed_lines
 from podrl.storage.storage import sync_directory
 
@@ -50,7 +50,7 @@ class WallJournal:
         """
         self._path, self._written = directory / NAME, written
         self._again: dict[int, list[int]] = {}
-        self._batches: dict[int, Mapping[str, Any]] = {}
+        self._batches: dict[int, JournalEntry] = {}
         found = sealed_lines.read(self._path, _UNSEALED)
         for number, why in found.damaged:
             # Earlier versions of podrl, which wrote no checksums, could leave a torn line between whole lines.
@@ -59,7 +59,7 @@ class WallJournal:
         for _, line in found.records:
             self._note(line)
 
-    def batch(self, step: int) -> Mapping[str, Any] | None:
+    def batch(self, step: int) -> JournalEntry | None:
         """Returns the line of the batch that a step trains on; None if the batch is not decided."""
         return self._batches.get(step)
 
@@ -73,7 +73,7 @@ class WallJournal:
         """Returns the data positions of the prompts that are submitted again when `step` steps are done."""
         return self._again.get(step, ())
 
-    def group(self, index: int, submit_step: int, step: int) -> Mapping[str, Any] | None:
+    def group(self, index: int, submit_step: int, step: int) -> JournalEntry | None:
         """Returns the entry of a group in a batch of `step` or later; None if no such batch has the group.
 
         Args:
@@ -85,7 +85,7 @@ class WallJournal:
         groups = (group for batch in later for group in batch["groups"])
         return next((group for group in groups if (group["index"], group["asked"]) == (index, submit_step)), None)
 
-    def write(self, line: Mapping[str, Any]) -> None:
+    def write(self, line: JournalEntry) -> None:
         """Adds a line, and returns when it is on disk, so that it survives a killed process and a power failure."""
         new = not self._path.exists()
         with sealed_lines.open_to_append(self._path, _UNSEALED) as file:
@@ -103,7 +103,7 @@ class WallJournal:
             for step in [step for step in known if step < before]:
                 del known[step]
 
-    def _damage_message(self, number: int, why: str, records: Sequence[tuple[int, Mapping[str, Any]]]) -> str:
+    def _damage_message(self, number: int, why: str, records: Sequence[tuple[int, JournalEntry]]) -> str:
         """Returns the error message for a damaged line, with the steps of its neighbours in the file and the remedy."""
         before = [record["step"] for at, record in records if at < number]
         after = [record["step"] for at, record in records if at > number]
@@ -114,7 +114,7 @@ class WallJournal:
             "from a copy; or, where the run has a checkpoint after these steps, remove the line."
         )
 
-    def _note(self, line: Mapping[str, Any]) -> None:
+    def _note(self, line: JournalEntry) -> None:
         if "groups" in line:
             self._batches[line["step"]] = line
         else:
@@ -139,7 +139,7 @@ def runs_of(versions: Sequence[int], breaks: Sequence[int]) -> list[list[int]]:
     return runs
 
 
-def agrees(group: Mapping[str, Any], drawn: Sequence[Sequence[Sequence[int]]], step: int) -> bool:
+def agrees(group: JournalEntry, drawn: Sequence[Sequence[Sequence[int]]], step: int) -> bool:
     """Returns True if partly drawn samples can still become the recorded samples of their group.
 
     They cannot if the recorded run later lost the host of these samples, because another host then drew all samples of

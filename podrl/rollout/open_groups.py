@@ -4,12 +4,13 @@ import abc
 import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 
 from podrl.config import plural
 from podrl.engine.session import Track
+from podrl.mappings import JournalEntry, SavedState
 from podrl.rollout.clock import TokenClock, WallClock
 from podrl.rollout.journal import agrees, runs_of
 from podrl.rollout.partial import PartialBatch, cut, join, of_tracks, take_prompts
@@ -74,11 +75,11 @@ class Group(abc.ABC):
         return self.drawn
 
     @abc.abstractmethod
-    def record(self) -> Mapping[str, Any]:
+    def record(self) -> JournalEntry:
         """Returns the entry of an ended group for the journal (podrl.rollout.journal.WallJournal)."""
 
     @abc.abstractmethod
-    def states(self) -> Sequence[tuple[Mapping[str, Any], Track | None]]:
+    def states(self) -> Sequence[tuple[SavedState, Track | None]]:
         """Returns the values and records of the samples, in the form of podrl.rollout.players.Player.state."""
 
     def part(self, step: int) -> PartialBatch:

@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Int, UInt8
 
 from podrl.engine.session import Track
+from podrl.mappings import PackedTokens, SavedState
 from podrl.runtime.message import Message
 from podrl.types import TOKENS, Prompts
 
@@ -39,7 +40,7 @@ class PartialBatch:
     step: int
     quantum: int
     longest: Sequence[int]
-    samples: Sequence[Mapping[str, Any]]
+    samples: Sequence[SavedState]
     rows: Mapping[str, np.ndarray]
 
     @property
@@ -80,7 +81,7 @@ def of_message(message: Message) -> PartialBatch:
 
 def of_tracks(
     prompts: Prompts,
-    states: Sequence[tuple[Mapping[str, Any], Track | None]],
+    states: Sequence[tuple[SavedState, Track | None]],
     *,
     prompt_count: int,
     step: int,
@@ -133,7 +134,7 @@ def fill(track: Track, partial: PartialBatch, b: int) -> None:
         track.finder.restart(track.first)
 
 
-def pack_turn(track: Track, places: slice, paused: int | None) -> dict[str, Any]:
+def pack_turn(track: Track, places: slice, paused: int | None) -> PackedTokens:
     """Packs a turn of a sample as values for JSON.
 
     Args:
@@ -148,7 +149,7 @@ def pack_turn(track: Track, places: slice, paused: int | None) -> dict[str, Any]
     return {"columns": columns, "paused": paused}
 
 
-def fill_turn(track: Track, packed: Mapping[str, Any]) -> int | None:
+def fill_turn(track: Track, packed: PackedTokens) -> int | None:
     """Adds a turn that `pack_turn` packed to the record of a sample; returns the reason of the pause after it."""
     before = len(track.tokens)
     for name, values in _columns(track).items():
@@ -157,12 +158,12 @@ def fill_turn(track: Track, packed: Mapping[str, Any]) -> int | None:
     return packed["paused"]
 
 
-def pack_routes(routes: UInt8[np.ndarray, "T X"]) -> dict[str, Any]:
+def pack_routes(routes: UInt8[np.ndarray, "T X"]) -> PackedTokens:
     """Packs the routes of a sample (`Track.routes`) as values for JSON."""
     return {"width": routes.shape[1], "bytes": base64.b64encode(routes.tobytes()).decode()}
 
 
-def unpack_routes(packed: Mapping[str, Any]) -> UInt8[np.ndarray, "T X"]:
+def unpack_routes(packed: PackedTokens) -> UInt8[np.ndarray, "T X"]:
     """Unpacks routes that `pack_routes` packed."""
     return np.frombuffer(base64.b64decode(packed["bytes"]), np.uint8).reshape(-1, packed["width"]).copy()
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Protocol
 
 from podrl.engine.session import Session, Track
+from podrl.mappings import SavedState
 from podrl.rollout.episodes import EnvironmentClient, Episode, RolloutRequest
 from podrl.rollout.partial import PartialBatch, fill
 from podrl.rollout.token_budget import TokenBudget, as_budget
@@ -67,7 +68,7 @@ class Player(Protocol):
         """Cancels the open samples."""
         ...
 
-    def state(self) -> list[tuple[dict[str, Any], Track | None]]:
+    def state(self) -> list[tuple[SavedState, Track | None]]:
         """Returns the part of each sample in a checkpoint: values for JSON, and its track; None before it has one."""
         ...
 
@@ -139,7 +140,7 @@ class PlainPlayer:
     def abandon(self) -> None:
         self._open.clear()
 
-    def state(self) -> list[tuple[dict[str, Any], Track | None]]:
+    def state(self) -> list[tuple[SavedState, Track | None]]:
         return [({}, self.done.get(b) or self._open.get(b)) for b in range(self.request.samples)]
 
 

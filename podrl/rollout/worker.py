@@ -4,7 +4,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, get_args
+from typing import ClassVar, get_args
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from podrl.engine.session import Session, Track
 from podrl.engine.sizes import check_memory, engine_shape
 from podrl.engine.state import STOP_IDS, DecodeState
 from podrl.engine.stats import RolloutStats
+from podrl.mappings import EpisodeRecord
 from podrl.mesh.build import describe_mesh, spreads_copies
 from podrl.mesh.rules import batch_shards
 from podrl.models import moe
@@ -59,7 +60,7 @@ class FinishedSample:
     drawn: Mapping[str, list[float]]
     stop: int
     completion: str
-    episode: Mapping[str, Any]
+    episode: EpisodeRecord
 
 
 class _Compiles:

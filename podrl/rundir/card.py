@@ -1,14 +1,13 @@
 """Writes the model card of a run: base model, data, algorithm and results, as README.md of a model directory."""
 
 import json
-from collections.abc import Mapping
-from typing import Any
 
+from podrl.mappings import ConfigValues
 from podrl.rundir.identity import last_step
 from podrl.storage.storage import Place
 
 
-def card(workdir: Place, config: Mapping[str, Any], step: int) -> str:
+def card(workdir: Place, config: ConfigValues, step: int) -> str:
     """Returns the model card of a run as Markdown.
 
     Args:
@@ -48,5 +47,5 @@ def card(workdir: Place, config: Mapping[str, Any], step: int) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _format(value: Any) -> str:
+def _format(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, int | float) else str(value)

@@ -9,9 +9,9 @@ import math
 import re
 import statistics
 from collections.abc import Callable
-from typing import Any
 
-from podrl.rundir.history import WINDOW, Past, Record, average, number
+from podrl.mappings import LogRecord, Record
+from podrl.rundir.history import WINDOW, Past, average, number
 
 # Thresholds; docs/doctor.md states them.
 SUPPORT = 0.95  # least rollout/kept_mass
@@ -34,6 +34,8 @@ COMPARED = 0.5  # least share of tokens with a teacher
 APART = 2.0  # times the divergence in the first steps
 UNLIKELY = 1.5  # times the negative log-probability in the first steps
 
+Look = Callable[[LogRecord, Past], str]  # describes the fault of a record; '' if there is none
+
 
 @dataclasses.dataclass(frozen=True)
 class Check:
@@ -52,19 +54,19 @@ class Check:
     kind: str
     meaning: str
     key: str
-    look: Callable[[Record, Past], str]
+    look: Look
 
 
 CHECKS: list[Check] = []
 
 
-def check(name: str, *, kind: str = "step", meaning: str, key: str) -> Callable[[Any], Any]:
+def check(name: str, *, kind: str = "step", meaning: str, key: str) -> Callable[[Look], Look]:
     """Returns a decorator that adds a function to CHECKS as a check; arguments are attributes of `Check`.
 
     The order in the file matters: checks of causes come before checks of consequences.
     """
 
-    def add(look: Callable[[Record, Past], str]) -> Callable[[Record, Past], str]:
+    def add(look: Look) -> Look:
         CHECKS.append(Check(name, kind, meaning, key, look))
         return look
 
@@ -79,7 +81,7 @@ def check(name: str, *, kind: str = "step", meaning: str, key: str) -> Callable[
     meaning="the data position and the batches that were trained do not fit: a resumed run repeats or skips data",
     key="start again from a checkpoint before the step; metrics.jsonl must be of this run alone",
 )
-def _prompts(now: Record, past: Past) -> str:
+def _prompts(now: LogRecord, past: Past) -> str:
     first, before = number(now, "data/first_prompt"), number(past.last[-1], "data/last_prompt") if past.last else None
     if first is None or before is None or past.setting("rollout.clock", "tokens") == "wall":
         return ""  # with the wall clock, batches do not follow the order of the data stream
@@ -95,7 +97,7 @@ def _prompts(now: Record, past: Past) -> str:
     meaning="samples name a version of the weights that the trainer had not made yet, or no version",
     key="report it: versions are checked on arrival; until then, another transfer (roles.colocated=True)",
 )
-def _version(now: Record, past: Past) -> str:
+def _version(now: LogRecord, past: Past) -> str:
     count = number(now, "rollout/unknown_version") or 0
     return f"{count:.0f} sampled tokens name weights that the trainer had not made" if count else ""
 
@@ -105,7 +107,7 @@ def _version(now: Record, past: Past) -> str:
     meaning="samples are of older weights than the run allows",
     key="raise SECTION.max_staleness, or find out why batches wait",
 )
-def _stale(now: Record, past: Past) -> str:
+def _stale(now: LogRecord, past: Past) -> str:
     count, bound = number(now, "rollout/stale_tokens") or 0, past.setting("algo.max_staleness", 0)
     return f"{count:.0f} sampled tokens are more than {past.section}.max_staleness={bound} updates old" if count else ""
 
@@ -115,7 +117,7 @@ def _stale(now: Record, past: Past) -> str:
     meaning="tokens are trained on that the policy did not sample: prompt, padding, or tokens without a probability",
     key="report it with the sample; an environment or a template of your own is the first suspect (env.environment)",
 )
-def _mask(now: Record, past: Past) -> str:
+def _mask(now: LogRecord, past: Past) -> str:
     count = number(now, "rollout/faulty_tokens") or 0
     return f"{count:.0f} tokens have a mask that does not fit where they come from" if count else ""
 
@@ -128,7 +130,7 @@ def _mask(now: Record, past: Past) -> str:
         "which leaves out the tokens that are far off (algorithm=prime_rl does, too); SECTION.max_staleness lower"
     ),
 )
-def _reproduced(now: Record, past: Past) -> str:
+def _reproduced(now: LogRecord, past: Past) -> str:
     value, bound = number(now, "sampler/abs_diff"), past.setting("algo.mismatch_bound", 0.2)
     if value is None:
         return ""
@@ -142,7 +144,7 @@ def _reproduced(now: Record, past: Past) -> str:
     meaning="the update does not start from the policy that sampled: dropout, another forward pass, or stale samples",
     key="model.lora.dropout=0, trainer.dtype=float32, SECTION.old_logprob='trainer'",
 )
-def _ratio(now: Record, past: Past) -> str:
+def _ratio(now: LogRecord, past: Past) -> str:
     value, bound = number(now, "actor/ratio"), 0.01 if past.exact else 0.05
     # 0 means that no token of the step counts in the loss.
     if not value or not past.on_policy or abs(value - 1) <= bound:
@@ -155,7 +157,7 @@ def _ratio(now: Record, past: Past) -> str:
     meaning="top-k, top-p or min-p sample from another distribution than the one that is trained",
     key="rollout.top_k, rollout.top_p and rollout.min_p: weaker, or off",
 )
-def _support(now: Record, past: Past) -> str:
+def _support(now: LogRecord, past: Past) -> str:
     values = past.recent(now, "rollout/kept_mass", 1)
     return f"rollout/kept_mass is {values[0]:.3f}, less than {SUPPORT}" if values and values[0] < SUPPORT else ""
 
@@ -168,7 +170,7 @@ def _support(now: Record, past: Past) -> str:
     meaning="a reward function returns NaN or infinity, or no sample of the batch has a reward",
     key="the function named (reward.fns); samples.jsonl has what it was given",
 )
-def _reward_finite(now: Record, past: Past) -> str:
+def _reward_finite(now: LogRecord, past: Past) -> str:
     bad = [name for name in now if name.startswith("reward/") and number(now, name) is None]
     return f"{', '.join(sorted(bad))}: not a finite number" if bad else ""
 
@@ -178,7 +180,7 @@ def _reward_finite(now: Record, past: Past) -> str:
     meaning="all samples get the same reward, whatever they say: nothing can be learned",
     key="reward.fns and reward.weights; the fields of data.path that they read",
 )
-def _reward_constant(now: Record, past: Past) -> str:
+def _reward_constant(now: LogRecord, past: Past) -> str:
     stds = past.recent(now, "reward/std")
     zero = [number(now, name) for name in now if name.startswith("reward/zero/")]
     # If every function gives 0 to every sample, the check of functions that pay nothing says so, with reasons.
@@ -192,7 +194,7 @@ def _reward_constant(now: Record, past: Past) -> str:
     meaning="one of the reward functions has given the same to every sample so far",
     key="the function named (reward.fns); the fields of data.path that it reads",
 )
-def _function_constant(now: Record, past: Past) -> str:
+def _function_constant(now: LogRecord, past: Past) -> str:
     if past.steps + 1 != SETTLED:
         return ""
     fns = [str(fn).rpartition(":")[2] for fn in past.setting("reward.fns", ())]
@@ -218,7 +220,7 @@ def _function_constant(now: Record, past: Past) -> str:
         "predicted, SECTION.observation_coef=0.1; with a model that can do the task, algorithm=opd"
     ),
 )
-def _unpaid(now: Record, past: Past) -> str:
+def _unpaid(now: LogRecord, past: Past) -> str:
     names = [name.removeprefix("reward/zero/") for name in now if name.startswith("reward/zero/")]
     for name in names:
         shares = past.recent(now, f"reward/zero/{name}")
@@ -230,7 +232,7 @@ def _unpaid(now: Record, past: Past) -> str:
     return ""
 
 
-def _in_one_line(sample: Record) -> str:
+def _in_one_line(sample: LogRecord) -> str:
     """Returns a sample in one line: the end of its prompt, the beginning of its answer, the reference."""
     prompt, text = str(sample.get("prompt", "")), str(sample.get("completion", ""))
     prompt, text = ("..." * (len(prompt) > 160) + prompt[-160:], text[:240] + "..." * (len(text) > 240))
@@ -242,7 +244,7 @@ def _in_one_line(sample: Record) -> str:
     meaning="nearly all samples get the full reward: the task is learned, and further steps teach little",
     key="harder data (data.path), dynamic_sampling, or stop (trainer.max_steps)",
 )
-def _reward_saturated(now: Record, past: Past) -> str:
+def _reward_saturated(now: LogRecord, past: Past) -> str:
     if not _saturated(now, past):
         return ""
     return (
@@ -259,7 +261,7 @@ def _reward_saturated(now: Record, past: Past) -> str:
         "to the starting policy: SECTION.beta higher, or algorithm=rloo, which has it in the reward"
     ),
 )
-def _reward_exploited(now: Record, past: Past) -> str:
+def _reward_exploited(now: LogRecord, past: Past) -> str:
     start, spread, rewards = past.at_first("reward/mean"), past.at_first("reward/std"), past.recent(now, "reward/mean")
     if past.steps + 1 < 2 * WINDOW or start is None or not spread or not rewards:
         return ""
@@ -281,7 +283,7 @@ def _reward_exploited(now: Record, past: Past) -> str:
         "SECTION.advantage_estimator='maxrl', too"
     ),
 )
-def _signal(now: Record, past: Past) -> str:
+def _signal(now: LogRecord, past: Past) -> str:
     values = past.recent(now, "reward/groups_without_signal")
     if (
         not values
@@ -298,7 +300,7 @@ def _signal(now: Record, past: Past) -> str:
     meaning="no sample of the step has weight in the policy's loss, so the step does not change the policy",
     key="what the reasons name (docs/metrics.md, loss/left_out/REASON); equal_rewards: see groups without signal",
 )
-def _trained(now: Record, past: Past) -> str:
+def _trained(now: LogRecord, past: Past) -> str:
     reasons = {name: value for name, value in now.items() if name.startswith("loss/left_out/") and value}
     if number(now, "loss/samples") != 0 or "loss/left_out/critic_warmup" in reasons:
         return ""
@@ -316,7 +318,7 @@ def _trained(now: Record, past: Past) -> str:
         "SECTION.overlong_shaping=True (algorithm=dapo has it), algorithm=dr_grpo, a reward without a premium on length"
     ),
 )
-def _length(now: Record, past: Past) -> str:
+def _length(now: LogRecord, past: Past) -> str:
     values, start = past.recent(now, "completion/length_mean"), past.at_first("completion/length_mean")
     limit = past.setting("rollout.max_tokens_to_generate", math.inf)
     if not values or not start or average(values) < LONGER * start or average(values) < limit / 2:
@@ -332,7 +334,7 @@ def _length(now: Record, past: Past) -> str:
     meaning="many answers meet the token limit before they end, and are scored unfinished",
     key="rollout.max_tokens_to_generate higher, SECTION.overlong_shaping=True, or SECTION.overlong_filter=True",
 )
-def _truncated(now: Record, past: Past) -> str:
+def _truncated(now: LogRecord, past: Past) -> str:
     values = past.recent(now, "completion/truncated")
     if not values or average(values) <= TRUNCATED:
         return ""
@@ -345,7 +347,7 @@ def _truncated(now: Record, past: Past) -> str:
     meaning="the policy repeats itself until it is cut off: often an entropy collapse, or a reward that pays length",
     key="SECTION.beta or SECTION.entropy_coef higher, trainer.learning_rate lower, the reward",
 )
-def _repetition(now: Record, past: Past) -> str:
+def _repetition(now: LogRecord, past: Past) -> str:
     if "evaluation" in now:
         return ""
     text = str(now.get("completion", ""))[-400:]
@@ -369,7 +371,7 @@ def _repetition(now: Record, past: Past) -> str:
     meaning="an update was skipped, because its gradient held NaN or infinity; three in a row stop the run",
     key="trainer.learning_rate lower, trainer.max_grad_norm; samples.jsonl for degenerate text",
 )
-def _nonfinite(now: Record, past: Past) -> str:
+def _nonfinite(now: LogRecord, past: Past) -> str:
     share = number(now, "actor/nonfinite") or 0
     return f"{share:.0%} of the step's updates were skipped" if share else ""
 
@@ -379,7 +381,7 @@ def _nonfinite(now: Record, past: Past) -> str:
     meaning="single batches move the policy far more than the others: outliers among samples, or too high a rate",
     key="trainer.max_grad_norm, trainer.learning_rate lower; look at the step's samples",
 )
-def _spike(now: Record, past: Past) -> str:
+def _spike(now: LogRecord, past: Past) -> str:
     value, before = number(now, "actor/grad_norm"), [number(record, "actor/grad_norm") for record in past.last]
     norms = [norm for norm in before if norm is not None]
     if value is None or len(norms) < WINDOW or value <= SPIKE * statistics.median(norms) or not any(norms):
@@ -396,7 +398,7 @@ def _spike(now: Record, past: Past) -> str:
         "algorithm=clip_cov, trainer.learning_rate lower"
     ),
 )
-def _entropy(now: Record, past: Past) -> str:
+def _entropy(now: LogRecord, past: Past) -> str:
     return _since_first(now, past, "actor/entropy", lambda mean, first: mean < COLLAPSED * first)
 
 
@@ -405,7 +407,7 @@ def _entropy(now: Record, past: Past) -> str:
     meaning="in some layer most tokens go to the same few experts, and the others learn nothing",
     key="trainer.learning_rate lower, SECTION.beta higher; adapters (model.lora.rank) leave routers as they are",
 )
-def _router(now: Record, past: Past) -> str:
+def _router(now: LogRecord, past: Past) -> str:
     return _since_first(now, past, "moe/evenness", lambda mean, first: mean < UNEVEN * first, unit="")
 
 
@@ -417,7 +419,7 @@ def _router(now: Record, past: Past) -> str:
         "trainer.learning_rate lower"
     ),
 )
-def _kl(now: Record, past: Past) -> str:
+def _kl(now: LogRecord, past: Past) -> str:
     for name in ("actor/kl", "reward/kl"):
         values = past.recent(now, name)
         if values and average(values) > KL_LIMIT:
@@ -433,7 +435,7 @@ def _kl(now: Record, past: Past) -> str:
         "data.hint, or 'hint' in data.sources, where the policy teaches itself (SECTION.teacher)"
     ),
 )
-def _taught(now: Record, past: Past) -> str:
+def _taught(now: LogRecord, past: Past) -> str:
     start, shares = past.at_first("opd/reverse_kl"), past.recent(now, "opd/compared")
     if shares and average(shares) < COMPARED:
         return f"opd/compared is {average(shares):.2f} over {WINDOW} steps: the other tokens have no teacher"
@@ -450,7 +452,7 @@ def _taught(now: Record, past: Past) -> str:
         "lower, where the policy teaches itself"
     ),
 )
-def _apart(now: Record, past: Past) -> str:
+def _apart(now: LogRecord, past: Past) -> str:
     return _since_first(now, past, "opd/reverse_kl", lambda mean, first: mean > APART * max(first, 10 * TAUGHT))
 
 
@@ -459,7 +461,7 @@ def _apart(now: Record, past: Past) -> str:
     meaning="what the environment answers cannot be predicted, and its gradient disturbs that of the policy",
     key="SECTION.observation_coef lower, or 0",
 )
-def _observed(now: Record, past: Past) -> str:
+def _observed(now: LogRecord, past: Past) -> str:
     if past.steps + 1 < 2 * SETTLED:
         return ""
     return _since_first(now, past, "echo/nll", lambda mean, first: first > 0 and mean >= 0.95 * first)
@@ -470,7 +472,7 @@ def _observed(now: Record, past: Past) -> str:
     meaning="the policy leaves the better answer of a pair as well as the worse one",
     key="dpo.beta higher, trainer.learning_rate lower, or algorithm=orpo, where the policy writes no such answers yet",
 )
-def _chosen(now: Record, past: Past) -> str:
+def _chosen(now: LogRecord, past: Past) -> str:
     name = "dpo/chosen_logprob" if "dpo/chosen_logprob" in now else "orpo/chosen_logprob"
     return _since_first(now, past, name, lambda mean, first: first < 0 and mean < UNLIKELY * first)
 
@@ -480,7 +482,7 @@ def _chosen(now: Record, past: Past) -> str:
     meaning="the adapters learn nothing, or what they learned is not served: the base model samples",
     key="model.lora.pattern (which layers have adapters), model.lora.alpha, trainer.learning_rate",
 )
-def _adapters(now: Record, past: Past) -> str:
+def _adapters(now: LogRecord, past: Past) -> str:
     norms, rates = past.recent(now, "actor/grad_norm"), past.recent(now, "actor/lr")
     signal = [value < 1 for value in past.recent(now, "reward/groups_without_signal")]
     if not (past.setting("model.lora", {}) or {}).get("rank") or not norms or any(norms):
@@ -495,7 +497,7 @@ def _adapters(now: Record, past: Past) -> str:
     meaning="evaluations of a trained policy give the same to the last digit: the engine serves the base model",
     key="rollout.merge_adapters the other way; report it",
 )
-def _served(now: Record, past: Past) -> str:
+def _served(now: LogRecord, past: Past) -> str:
     if not (past.setting("model.lora", {}) or {}).get("rank") or not past.evaluations:
         return ""
     before = past.evaluations[-1]
@@ -515,7 +517,7 @@ def _served(now: Record, past: Past) -> str:
     meaning="calls of a tool fail: it is broken, too slow, or the model does not know how to ask",
     key="the tool (env.tools, env.mcp), env.call_deadline_s, env.concurrency; samples.jsonl has what it answered",
 )
-def _tools(now: Record, past: Past) -> str:
+def _tools(now: LogRecord, past: Past) -> str:
     for name in sorted(name for name in now if re.fullmatch(r"tools/.+/calls", name)):
         tool = name.split("/")[1]
         calls, failures = (
@@ -536,7 +538,7 @@ def _tools(now: Record, past: Past) -> str:
         "(algorithm=rloo)"
     ),
 )
-def _evaluation(now: Record, past: Past) -> str:
+def _evaluation(now: LogRecord, past: Past) -> str:
     names = [name for name in ("eval/sampled_reward", "eval/greedy_reward") if number(now, name) is not None]
     start, spread = past.at_first("reward/mean"), past.at_first("reward/std")
     trained = [number(record, "reward/mean") for record in list(past.last)[-WINDOW:]]
@@ -564,7 +566,7 @@ def _evaluation(now: Record, past: Past) -> str:
         "hint that it misreads; with algorithm=sft one pass over the answers, then an algorithm with rewards"
     ),
 )
-def _worse(now: Record, past: Past) -> str:
+def _worse(now: LogRecord, past: Past) -> str:
     if not past.evaluations:
         return ""
     for name in ("eval/sampled_reward", "eval/greedy_reward"):
@@ -585,7 +587,7 @@ def _worse(now: Record, past: Past) -> str:
         "the rollout (roles.rollout.mesh)"
     ),
 )
-def _waits(now: Record, past: Past) -> str:
+def _waits(now: LogRecord, past: Past) -> str:
     names = ("perf/waits_samples", "completion/length_max", "completion/length_mean")
     waits, longest, mean = (past.recent(now, name, SETTLED) for name in names)
     if past.steps + 1 < SETTLED + 2 or not waits or average(waits) <= WAITS:
@@ -602,7 +604,7 @@ def _waits(now: Record, past: Past) -> str:
     meaning="the devices wait for the host: for prompts, for reward functions, or for the disk",
     key="reward.workers (time/reward), data.path nearer (time/data), checkpoint.every higher (time/checkpoint)",
 )
-def _bottleneck(now: Record, past: Past) -> str:
+def _bottleneck(now: LogRecord, past: Past) -> str:
     records = [*past.last, now][-SETTLED:]
     total = sum(number(record, "time/step") or 0 for record in records)
     if past.steps + 1 < SETTLED + 2 or not total:  # the first steps compile
@@ -616,7 +618,9 @@ def _bottleneck(now: Record, past: Past) -> str:
     return ""
 
 
-def _since_first(now: Record, past: Past, name: str, wrong: Callable[[float, float], bool], unit: str = " nats") -> str:
+def _since_first(
+    now: LogRecord, past: Past, name: str, wrong: Callable[[float, float], bool], unit: str = " nats"
+) -> str:
     """Describes a metric if `wrong` is True for its mean over WINDOW steps and its mean in the first steps; else ''."""
     values, first = past.recent(now, name), past.at_first(name)
     if not values or first is None or not wrong(average(values), first):

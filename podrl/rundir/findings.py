@@ -2,12 +2,11 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping
-from typing import Any
 
+from podrl.mappings import ConfigValues, LogRecord
 from podrl.rundir import token_checks  # noqa: F401 - fills CHECKS
 from podrl.rundir.checks import CHECKS
-from podrl.rundir.history import KINDS, Past, Record, kind_of
+from podrl.rundir.history import KINDS, Past, kind_of
 from podrl.rundir.metrics import read_records
 from podrl.rundir.trace import FOLDER, file_name, read_step, traced_steps
 from podrl.storage.storage import Place, locate
@@ -41,12 +40,12 @@ class Finding:
 class Examination:
     """Runs all checks over the records of a run, in the order of the records; each check reports at most once."""
 
-    def __init__(self, config: Mapping[str, Any]):
+    def __init__(self, config: ConfigValues):
         """Begins an examination of a run; `config` is the content of its config.json."""
         self._past = Past(config)
         self._open = list(CHECKS)
 
-    def see(self, record: Record) -> list[Finding]:
+    def see(self, record: LogRecord) -> list[Finding]:
         """Returns the findings about a record: a line of metrics.jsonl or samples.jsonl, or a step's trace.
 
         Findings come in the order of CHECKS.
@@ -82,14 +81,14 @@ def examine(run: str) -> list[Finding]:
         raise ValueError(f"{config} is damaged ({error}): the run's configuration cannot be read.") from error
     examination = Examination(settings if isinstance(settings, dict) else {})
     samples = enumerate(read_records(run, "samples.jsonl"), 1)
-    records: list[Record] = [{**record, "sample": f"line {line} of samples.jsonl"} for line, record in samples]
+    records: list[LogRecord] = [{**record, "sample": f"line {line} of samples.jsonl"} for line, record in samples]
     records += read_records(run, "metrics.jsonl")
     records += [_trace_record(place, step) for step in traced_steps(place)]
     records.sort(key=lambda record: (record["step"], KINDS.index(kind_of(record))))
     return [finding for record in records for finding in examination.see(record)]
 
 
-def _trace_record(place: Place, step: int) -> Record:
+def _trace_record(place: Place, step: int) -> LogRecord:
     file = f"{FOLDER}/{file_name(step)}"
     try:
         return {"step": step, "trace": read_step(place, step), "sample": file}

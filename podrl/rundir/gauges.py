@@ -6,8 +6,9 @@ import os
 import pathlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from podrl.mappings import LogRecord
 from podrl.storage.regular import regular
 
 _STARTS = "starts.jsonl"
@@ -69,7 +70,7 @@ class Gauges:
         work: StepWork,
         *,
         plan: Mapping[str, float],
-        earlier: Iterable[Mapping[str, Any]],
+        earlier: Iterable[LogRecord],
         first_start: float,
         now: Callable[[], float] = time.time,
     ):

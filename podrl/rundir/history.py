@@ -2,14 +2,15 @@
 
 import collections
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-Record = Mapping[str, Any]
+from podrl.mappings import ConfigValues, LogRecord
+
 KINDS = ("trace", "step", "sample", "evaluation")  # in the order in which a step writes them
 
 
-def kind_of(record: Record) -> str:
+def kind_of(record: LogRecord) -> str:
     """Returns the kind, one of KINDS, of a record of metrics.jsonl or samples.jsonl or of a step's trace."""
     if "trace" in record:
         return "trace"
@@ -35,16 +36,16 @@ class Past:
       steps: number of steps seen before this one.
     """
 
-    def __init__(self, config: Mapping[str, Any]):
+    def __init__(self, config: ConfigValues):
         self.config = config
-        self.first: list[Record] = []
-        self.last: collections.deque[Record] = collections.deque(maxlen=20)
-        self.evaluations: list[Record] = []
-        self.samples: collections.deque[Record] = collections.deque(maxlen=16)
+        self.first: list[LogRecord] = []
+        self.last: collections.deque[LogRecord] = collections.deque(maxlen=20)
+        self.evaluations: list[LogRecord] = []
+        self.samples: collections.deque[LogRecord] = collections.deque(maxlen=16)
         self.repeating: collections.deque[bool] = collections.deque(maxlen=8)
         self.steps = 0
 
-    def add(self, kind: str, record: Record) -> None:
+    def add(self, kind: str, record: LogRecord) -> None:
         """Keeps a record of a kind, after all checks have looked at it."""
         if kind == "evaluation":
             self.evaluations = [*self.evaluations[:1], *self.evaluations[-1:], record][-3:]
@@ -84,7 +85,7 @@ class Past:
         quantised = (self.setting("model.lora", {}) or {}).get("base_dtype")
         return trainer == self.setting("rollout.data_type", trainer) == "float32" and not quantised
 
-    def recent(self, now: Record, name: str, count: int = WINDOW) -> list[float]:
+    def recent(self, now: LogRecord, name: str, count: int = WINDOW) -> list[float]:
         """Returns the last `count` values of a metric, up to this step's, which comes last.
 
         Returns [] if there are fewer steps, or if the metric is missing or not finite in one of them.
@@ -100,7 +101,7 @@ class Past:
         return sum(found) / len(found) if len(found) == len(values) == WINDOW else None
 
 
-def number(record: Record, name: str) -> float | None:
+def number(record: LogRecord, name: str) -> float | None:
     """Returns the value of a record under a name; None if it is absent, not a number or not finite."""
     value = record.get(name)
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None

@@ -4,10 +4,10 @@ import json
 import logging
 import pathlib
 from collections.abc import Iterator, Mapping
-from typing import Any
 
+from podrl.mappings import ConfigValues
 from podrl.rundir.metrics import read_metrics
-from podrl.storage.record import Record
+from podrl.storage.record import CheckpointRecord
 from podrl.storage.seal import is_sealed, seal, unseal
 from podrl.storage.storage import Place, complete_steps, first_line, locate, write_whole
 
@@ -33,7 +33,7 @@ _ABSENT = "(absent)"
 _log = logging.getLogger("podrl.rundir")
 
 
-def read(workdir: Place, checkpoints: Place) -> dict[str, Any] | None:
+def read(workdir: Place, checkpoints: Place) -> ConfigValues | None:
     """Reads the configuration of a run directory from config.json or, if that is damaged or missing, from a checkpoint.
 
     Args:
@@ -62,7 +62,7 @@ def read(workdir: Place, checkpoints: Place) -> dict[str, Any] | None:
         values = None
     for step in reversed(complete_steps(checkpoints)):
         try:
-            copy = Record.read(checkpoints / str(step)).config
+            copy = CheckpointRecord.read(checkpoints / str(step)).config
         except (ValueError, OSError):
             continue
         if copy is not None:
@@ -76,17 +76,17 @@ def read(workdir: Place, checkpoints: Place) -> dict[str, Any] | None:
     return values
 
 
-def write(workdir: pathlib.Path, config: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> None:
+def write(workdir: pathlib.Path, config: ConfigValues, defaults: ConfigValues | None = None) -> None:
     """Writes config.json with a checksum of its content, and defaults.json if there are defaults."""
     write_whole(workdir / NAME, json.dumps(seal(config), indent=2, sort_keys=True) + "\n")
     if defaults:
         write_whole(workdir / DEFAULTS, json.dumps(defaults, indent=2, sort_keys=True) + "\n")
 
 
-def plain(config: Mapping[str, Any]) -> dict[str, Any]:
+def plain(config: ConfigValues) -> ConfigValues:
     """Returns a configuration as JSON holds it; a function becomes its name, which is equal in every process."""
 
-    def name(value: Any) -> str:
+    def name(value: object) -> str:
         called = getattr(value, "__qualname__", None)
         return str(value) if called is None else f"{getattr(value, '__module__', '')}.{called}"
 
@@ -94,7 +94,7 @@ def plain(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def compare(
-    place: str, workdir: pathlib.Path, mine: Mapping[str, Any], defaults: Mapping[str, Any]
+    place: str, workdir: pathlib.Path, mine: ConfigValues, defaults: ConfigValues
 ) -> tuple[list[str], list[str]]:
     """Compares a configuration with that of the run in a directory.
 
@@ -128,7 +128,7 @@ def has_steps(workdir: Place, checkpoints: Place) -> bool:
     return bool(complete_steps(checkpoints)) or any("time/step" in record for record in read_metrics(workdir))
 
 
-def changes(theirs: Mapping[str, Any], mine: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[list[str], ...]:
+def changes(theirs: ConfigValues, mine: ConfigValues, defaults: ConfigValues) -> tuple[list[str], ...]:
     """Describes the settings that differ between a run and the configuration that would resume it.
 
     Args:
@@ -162,7 +162,7 @@ def changes(theirs: Mapping[str, Any], mine: Mapping[str, Any], defaults: Mappin
     return allowed, refused
 
 
-def last_step(values: Mapping[str, Any]) -> int | None:
+def last_step(values: ConfigValues) -> int | None:
     """Returns the last step of a run according to its config.json; None if config.json does not say.
 
     trainer.max_steps counts updates; a step makes passes x mini-batches updates.
@@ -179,7 +179,7 @@ def last_step(values: Mapping[str, Any]) -> int | None:
     return -(-number("trainer", "max_steps") // updates) or None
 
 
-def unknown(theirs: Mapping[str, Any], mine: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+def unknown(theirs: ConfigValues, mine: ConfigValues, prefix: str = "") -> Iterator[str]:
     """Yields the keys of `mine` that `theirs` lacks; a missing group counts as one key."""
     for key, value in sorted(mine.items()):
         if key not in theirs:
@@ -188,7 +188,7 @@ def unknown(theirs: Mapping[str, Any], mine: Mapping[str, Any], prefix: str = ""
             yield from unknown(theirs[key], value, f"{prefix}{key}.")
 
 
-def _in_prompts(values: Mapping[str, Any]) -> Mapping[str, Any]:
+def _in_prompts(values: ConfigValues) -> ConfigValues:
     """Converts trainer.mini_batch_size of an older podrl, which counted sequences, to prompts."""
     sections = [values[name] for name in ("grpo", "ppo") if isinstance(values.get(name), Mapping)]
     trainer = values.get("trainer", {})
@@ -200,7 +200,7 @@ def _in_prompts(values: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**values, "trainer": {**trainer, "mini_batch_size": f"{size} sequences" if rest else prompts}}
 
 
-def _in_sequences(values: Mapping[str, Any]) -> Mapping[str, Any]:
+def _in_sequences(values: ConfigValues) -> ConfigValues:
     """Renames trainer.train_micro_batch_size of an older podrl, which counted sequences, to micro_batch_sequences."""
     trainer = values.get("trainer", {})
     if (
@@ -213,7 +213,7 @@ def _in_sequences(values: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**values, "trainer": {**trainer, "train_micro_batch_size": None, "micro_batch_sequences": size}}
 
 
-def _spanned(values: Mapping[str, Any]) -> str:
+def _spanned(values: ConfigValues) -> str:
     """Returns the setting that makes every step depend on the total number of steps, as KEY=VALUE; '' for none."""
     trainer = values.get("trainer", {})
     if trainer.get("schedule", "constant") != "constant":
@@ -221,7 +221,9 @@ def _spanned(values: Mapping[str, Any]) -> str:
     return f"trainer.warmup_fraction={trainer['warmup_fraction']}" if trainer.get("warmup_fraction") else ""
 
 
-def _differences(theirs: Any, mine: Any, defaults: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+def _differences(
+    theirs: object, mine: object, defaults: object, prefix: str = ""
+) -> Iterator[tuple[str, object, object]]:
     """Yields (key, value in `theirs`, value in `mine`) of every setting that differs."""
     if isinstance(mine, Mapping) and isinstance(theirs, Mapping | None):
         theirs, defaults = theirs or {}, defaults if isinstance(defaults, Mapping) else {}

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from podrl.mappings import JsonObject
 from podrl.runtime.channel import ChannelError, LateError
 from podrl.runtime.message import Message
 from podrl.runtime.pod import LEADER, Pod
@@ -85,13 +86,13 @@ class LeasedTask:
     position: str = ""
     change: int = 0
 
-    def value(self) -> dict[str, Any]:
+    def value(self) -> JsonObject:
         """Packs the task for a message."""
         parts = [[lease.first, lease.last, lease.host] for lease in self.leases]
         return {**dataclasses.asdict(self), "leases": parts}
 
     @staticmethod
-    def of(name: str, value: Mapping[str, Any]) -> "LeasedTask":
+    def of(name: str, value: JsonObject) -> "LeasedTask":
         """Builds the task called `name` from the result of its `value`."""
         leases = tuple(Lease(name, *map(int, part)) for part in value["leases"])
         return LeasedTask(**{**value, "leases": leases})
@@ -192,7 +193,7 @@ class LeaseClient(Leases):
         """Returns the number of the last change of the leader's table that this process knows."""
         return self._change
 
-    def enter(self) -> Mapping[str, Any]:
+    def enter(self) -> JsonObject:
         """Asks the leader to admit this process, and takes over its table.
 
         Returns:
@@ -229,7 +230,7 @@ class LeaseClient(Leases):
         me = Message({"process": self._pod.seat.process})
         return bool(self._pod.call(LEADER, "host leaves", me, self._deadline_s).value["goes"])
 
-    def take(self, tasks: Mapping[str, Mapping[str, Any]]) -> None:
+    def take(self, tasks: Mapping[str, JsonObject]) -> None:
         """Takes over the leader's packed tasks, unless this table has the same or a newer state of them."""
         news = []
         with self._changed:

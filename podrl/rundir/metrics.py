@@ -9,9 +9,10 @@ import os
 import pathlib
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Literal
+from typing import Literal
 
 from podrl.config import Count, Natural, Positive, section
+from podrl.mappings import ConfigValues, LogRecord, Metrics, SavedState
 from podrl.rundir.sinks import End, SinkName, open_sink
 from podrl.storage.storage import locate, write_whole
 
@@ -79,8 +80,8 @@ class MetricsLog:
         config: LogConfig,
         *,
         start: int,
-        run_config: Mapping[str, Any],
-        marks: Mapping[str, Any] | None = None,
+        run_config: ConfigValues,
+        marks: SavedState | None = None,
     ):
         """Opens the files.
 
@@ -115,7 +116,7 @@ class MetricsLog:
         for sink in self._sinks:
             sink.write(step, values)
 
-    def write_samples(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
+    def write_samples(self, step: int, samples: Iterable[LogRecord]) -> None:
         """Appends prompts, completions and rewards to samples.jsonl."""
         samples = list(samples)
         for sample in samples:
@@ -123,7 +124,7 @@ class MetricsLog:
         for sink in self._sinks if samples else ():
             sink.write_samples(step, samples)
 
-    def marks(self) -> dict[str, Any]:
+    def marks(self) -> SavedState:
         """Returns size and checksum of each file's content, for the checkpoint of the last step written."""
         return {file.path.name: file.mark() for file in (self._metrics, self._samples)}
 
@@ -135,18 +136,18 @@ class MetricsLog:
             sink.close(end)
 
 
-def read_metrics(workdir: str | os.PathLike) -> list[dict[str, Any]]:
+def read_metrics(workdir: str | os.PathLike) -> list[LogRecord]:
     """Reads all records of metrics.jsonl, oldest first; [] if there is no such file."""
     return read_records(workdir, "metrics.jsonl")
 
 
-def read_records(workdir: str | os.PathLike, name: str) -> list[dict[str, Any]]:
+def read_records(workdir: str | os.PathLike, name: str) -> list[LogRecord]:
     """Reads the records in the valid lines of a run directory's file, local or in a bucket; [] if there is no file."""
     path = locate(workdir) / name
     return [record for _, record in _records(path.read_bytes() if path.exists() else b"")]
 
 
-def _records(content: bytes) -> Iterator[tuple[bytes, dict[str, Any]]]:
+def _records(content: bytes) -> Iterator[tuple[bytes, LogRecord]]:
     """Yields (line, record) of every valid line: a JSON object with an integer step.
 
     Lines are split at newlines only, because JSON text may hold all other line breaks.
@@ -169,7 +170,7 @@ class JsonLinesFile:
       difference: difference between the lines that were found and the mark, such as 'is gone'; '' if there is none.
     """
 
-    def __init__(self, path: pathlib.Path, start: int, mark: Mapping[str, Any] | None = None):
+    def __init__(self, path: pathlib.Path, start: int, mark: SavedState | None = None):
         """Opens the file, after dropping invalid lines and the records of step `start` and later.
 
         Args:
@@ -193,7 +194,7 @@ class JsonLinesFile:
         self.size, self._sha256 = len(lines), hashlib.sha256(lines)
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
-    def write(self, record: Mapping[str, Any]) -> None:
+    def write(self, record: LogRecord) -> None:
         """Appends a record as one line."""
         self._append(json.dumps(record, ensure_ascii=False) + "\n")
 
@@ -220,7 +221,7 @@ class JsonLinesFile:
                 log.error("%s cannot be written (%s): its lines wait in memory.", self.path, error.strerror)
             self._failing = True
 
-    def mark(self) -> dict[str, Any]:
+    def mark(self) -> SavedState:
         """Returns size and checksum of all lines so far, including waiting lines."""
         return {"size": self.size, "sha256": self._sha256.hexdigest()}
 
@@ -241,9 +242,9 @@ class UserMetrics:
 
     def __init__(self):
         self.loggers: list[MetricsLogger] = []
-        self._added: dict[str, tuple[list[Any], Callable[..., Any]]] = {}
+        self._added: dict[str, tuple[list[object], Callable[..., float]]] = {}
 
-    def add(self, metrics: Mapping[str, Any], *, prefix: str = "") -> None:
+    def add(self, metrics: Metrics, *, prefix: str = "") -> None:
         """Adds values to the next record.
 
         Args:

@@ -4,12 +4,13 @@ import os
 import pathlib
 import signal
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
 import rich.console
 
+from podrl.mappings import ConfigValues, SavedState
 from podrl.rundir import gauges, identity
 from podrl.rundir.console import make_console
 from podrl.rundir.metrics import LogConfig, MetricsLog, read_metrics
@@ -59,8 +60,8 @@ class Run:
         *,
         log: LogConfig | None = None,
         checkpoint: CheckpointConfig | None = None,
-        config: Mapping[str, Any] | None = None,
-        defaults: Mapping[str, Any] | None = None,
+        config: ConfigValues | None = None,
+        defaults: ConfigValues | None = None,
         console: rich.console.Console | None = None,
         leads: bool = True,
         savers: Sequence[int] = (),
@@ -227,7 +228,7 @@ class Run:
         for call in self.on_takeover:
             call()
 
-    def open_metrics(self, start: int, marks: Mapping[str, Any] | None = None) -> None:
+    def open_metrics(self, start: int, marks: SavedState | None = None) -> None:
         """Opens the metric files, and drops records of step `start` and later that an earlier start of this run wrote.
 
         Args:
@@ -245,7 +246,7 @@ class Run:
             for sentence in self.metrics.problems:
                 self.console.print(sentence)
 
-    def marks(self) -> dict[str, Any]:
+    def marks(self) -> SavedState:
         """Returns size and checksum of the files of metrics and samples, for a checkpoint."""
         return {} if self.metrics is None else self.metrics.marks()
 

@@ -20,13 +20,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
+from podrl.mappings import ConfigValues, LogRecord
 from podrl.storage.storage import write_whole
 
 log = logging.getLogger("podrl.metrics")
 
 SinkName = Literal["tensorboard", "wandb", "mlflow"]
 End = Literal["finished", "stopped", "failed"]
-Sample = Mapping[str, Any]
+
 _WAITING = 1000  # largest number of records that wait for a slow tracker
 _CLOSE_S = 30.0
 _LACKS = "log.to names {0!r}, which needs its package: pip install 'podrl[{0}]', or leave it out of log.to."
@@ -41,7 +42,7 @@ class Sink(Protocol):
         """Adds the metrics of a step."""
         ...
 
-    def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
+    def write_samples(self, step: int, samples: Sequence[LogRecord]) -> None:
         """Adds a table of samples."""
         ...
 
@@ -50,9 +51,7 @@ class Sink(Protocol):
         ...
 
 
-def open_sink(
-    name: SinkName, workdir: pathlib.Path, *, start: int, project: str, run_config: Mapping[str, Any]
-) -> Sink:
+def open_sink(name: SinkName, workdir: pathlib.Path, *, start: int, project: str, run_config: ConfigValues) -> Sink:
     """Opens a tracker on a thread of its own; a tracker that cannot be opened only causes a warning.
 
     Args:
@@ -102,7 +101,7 @@ class Remote:
         values = dict(metrics)
         self._enqueue(lambda sink: sink.write(step, values))
 
-    def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
+    def write_samples(self, step: int, samples: Sequence[LogRecord]) -> None:
         self._enqueue(lambda sink: sink.write_samples(step, samples))
 
     def close(self, end: End) -> None:
@@ -176,7 +175,7 @@ class TensorBoard:
         scalars = [{"tag": name, "simple_value": value} for name, value in metrics.items()]
         self._append(step, summary={"value": scalars})
 
-    def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
+    def write_samples(self, step: int, samples: Sequence[LogRecord]) -> None:
         summary = self._text("samples", markdown(*table(samples)))
         summary.value[0].tag = "samples"
         self._append(step, summary=summary)
@@ -184,7 +183,7 @@ class TensorBoard:
     def close(self, end: End) -> None:
         self._file.close()
 
-    def _append(self, step: int, **content: Any) -> None:
+    def _append(self, step: int, **content: object) -> None:
         event = self._protobuf.Event(wall_time=time.time(), step=step, **content)
         self._file.write(event.SerializeToString())
         self._file.flush()
@@ -193,7 +192,7 @@ class TensorBoard:
 class WandB:
     """A run of W&B; its variables WANDB_MODE, WANDB_API_KEY and others apply."""
 
-    def __init__(self, workdir: pathlib.Path, project: str, run_config: Mapping[str, Any]):
+    def __init__(self, workdir: pathlib.Path, project: str, run_config: ConfigValues):
         import wandb
 
         self._wandb = wandb
@@ -207,7 +206,7 @@ class WandB:
         self._step = max(self._step, step)
         self._run.log(dict(metrics), step=self._step)
 
-    def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
+    def write_samples(self, step: int, samples: Sequence[LogRecord]) -> None:
         columns, rows = table(samples)
         # Two names, because both may have the same step.
         name = "samples/eval" if "evaluation" in columns else "samples/train"
@@ -221,7 +220,7 @@ class WandB:
 class MLflow:
     """A run of MLflow, on the server of MLFLOW_TRACKING_URI or in the database mlflow.db of the run directory."""
 
-    def __init__(self, workdir: pathlib.Path, project: str, run_config: Mapping[str, Any]):
+    def __init__(self, workdir: pathlib.Path, project: str, run_config: ConfigValues):
         from mlflow import MlflowClient, entities
 
         self._metric, folder = entities.Metric, workdir.absolute()
@@ -247,7 +246,7 @@ class MLflow:
         values = [self._metric(_mlflow_name(name), value, now, step) for name, value in metrics.items()]
         self._client.log_batch(self._id, metrics=values)
 
-    def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
+    def write_samples(self, step: int, samples: Sequence[LogRecord]) -> None:
         columns, rows = table(samples)
         kind = "eval" if "evaluation" in columns else "train"
         self._client.log_dict(self._id, {"columns": columns, "data": rows}, f"samples/{kind}_{step:08d}.json")
@@ -257,7 +256,7 @@ class MLflow:
         self._client.set_terminated(self._id, status)
 
 
-_MAKERS: dict[str, Callable[[pathlib.Path, str, Mapping[str, Any]], Sink]] = {"wandb": WandB, "mlflow": MLflow}
+_MAKERS: dict[str, Callable[[pathlib.Path, str, ConfigValues], Sink]] = {"wandb": WandB, "mlflow": MLflow}
 
 
 def read_id(path: pathlib.Path) -> str:
@@ -270,18 +269,18 @@ def read_id(path: pathlib.Path) -> str:
     return ""
 
 
-def table(samples: Sequence[Sample]) -> tuple[list[str], list[list[Any]]]:
+def table(samples: Sequence[LogRecord]) -> tuple[list[str], list[list[object]]]:
     """Arranges samples as (columns, rows); a value that is neither number nor text becomes JSON, a missing value ''."""
     columns = list(dict.fromkeys(name for sample in samples for name in sample))
     rows = [[_cell(sample.get(name, "")) for name in columns] for sample in samples]
     return columns, rows
 
 
-def _cell(value: Any) -> Any:
+def _cell(value: object) -> object:
     return value if isinstance(value, str | int | float) else json.dumps(value, ensure_ascii=False, default=str)
 
 
-def markdown(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+def markdown(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """Returns a table in Markdown, with cells escaped so that they are shown as plain text."""
     lines = [columns, ["---"] * len(columns), *rows]
     return "\n".join(
@@ -298,7 +297,7 @@ def _plain(text: str) -> str:
     )
 
 
-def without_secrets(values: Any) -> Any:
+def without_secrets(values: object) -> Any:
     """Copies settings without the values of keys that name a secret and without the users in URLs."""
     if isinstance(values, Mapping):
         return {
@@ -310,7 +309,7 @@ def without_secrets(values: Any) -> Any:
     return _URL_USER.sub("", values) if isinstance(values, str) else values
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+def _flat(values: ConfigValues, prefix: str = "") -> list[tuple[str, object]]:
     """Lists (dotted path, value) of every setting."""
     found = []
     for key, value in values.items():

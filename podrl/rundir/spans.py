@@ -6,10 +6,11 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import jax
+
+from podrl.mappings import JsonObject, Span
 
 NAME = "spans.jsonl"
 _MOST_WAITING = 20_000  # largest number of spans that wait to be taken
@@ -33,14 +34,14 @@ class Spans:
     def __init__(self, host: str = "trainer 0"):
         self.host = host
         self.compiled = 0.0
-        self.send: Callable[[list[dict[str, Any]]], None] | None = None
+        self.send: Callable[[list[Span]], None] | None = None
         self._clock = time.time() - time.monotonic()  # one offset for all spans, so that they never jump
-        self._spans: deque[dict[str, Any]] = deque(maxlen=_MOST_WAITING)
-        self._calls: list[tuple[float, int, dict[str, Any]]] = []  # a heap of (seconds, number, span), shortest first
+        self._spans: deque[Span] = deque(maxlen=_MOST_WAITING)
+        self._calls: list[tuple[float, int, Span]] = []  # a heap of (seconds, number, span), shortest first
         self._call_count = 0
         self._lock = threading.Lock()  # protects _calls and _call_count
         self._step = 0
-        self._unsent: list[dict[str, Any]] = []  # spans to send next
+        self._unsent: list[Span] = []  # spans to send next
 
     def add(self, name: str, started: float, ended: float, *, lane: str = "loop", step: int | None = None) -> None:
         """Adds a span.
@@ -74,7 +75,7 @@ class Spans:
             if len(self._calls) > CALLS:
                 heapq.heappop(self._calls)
 
-    def _collect_calls(self) -> list[dict[str, Any]]:
+    def _collect_calls(self) -> list[Span]:
         """Returns the calls since the last time, by start; `left_out` in one of them counts shorter calls left out."""
         with self._lock:
             calls, count = [span for *_, span in self._calls], self._call_count
@@ -92,7 +93,7 @@ class Spans:
         finally:
             self.add(name, started, time.monotonic(), lane=lane, step=step)
 
-    def take(self, step: int | None = None) -> list[dict[str, Any]]:
+    def take(self, step: int | None = None) -> list[Span]:
         """Returns the spans since the last call; spans without a step get the step `step`.
 
         None for `step` repeats the last one: the spans were made after that step.
@@ -118,7 +119,7 @@ class Spans:
     def compiles(self) -> Iterator[None]:
         """Adds a span for every compilation of a program while the `with` block lasts."""
 
-        def listen(event: str, duration_secs: float, **_: Any) -> None:
+        def listen(event: str, duration_secs: float, **_: object) -> None:
             if event == _COMPILES:
                 self.compiled += duration_secs
                 now = time.monotonic()
@@ -131,7 +132,7 @@ class Spans:
             jax.monitoring.unregister_event_duration_listener(listen)
 
 
-def rows(spans: Sequence[Mapping[str, Any]]) -> list[int]:
+def rows(spans: Sequence[Span]) -> list[int]:
     """Returns the row of each span within its lane: 0, except for calls of tools that overlap others on their host."""
     found, ends = [0] * len(spans), {}
     calls = [i for i, span in enumerate(spans) if span["lane"] == TOOLS]
@@ -143,7 +144,7 @@ def rows(spans: Sequence[Mapping[str, Any]]) -> list[int]:
     return found
 
 
-def chrome_trace(spans: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def chrome_trace(spans: Iterable[Span]) -> JsonObject:
     """Converts spans to the JSON object that Perfetto and chrome://tracing open: a process per host, a row per lane.
 
     Overlapping calls of tools have rows of their own: "tools", "tools 2", and so on.
@@ -152,7 +153,7 @@ def chrome_trace(spans: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     hosts: dict[str, int] = {}
     lanes: dict[tuple[str, str], int] = {}
     named_lanes: set[int] = set()
-    events: list[dict[str, Any]] = []
+    events: list[JsonObject] = []
     for span, row in zip(spans, rows(spans), strict=True):
         host, lane = str(span["host"]), str(span["lane"]) + (f" {row + 1}" if row else "")
         if host not in hosts:

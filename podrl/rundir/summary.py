@@ -7,11 +7,11 @@ import pathlib
 import re
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import rich.console
 
 from podrl.config import plural
+from podrl.mappings import JsonObject, LogRecord
 from podrl.rundir import gauges, intervals
 from podrl.rundir.console import print_table
 from podrl.rundir.intervals import format_interval, is_share
@@ -20,12 +20,12 @@ from podrl.storage.seal import seal, unseal
 from podrl.storage.storage import write_whole
 
 
-def eval_records(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def eval_records(records: Sequence[LogRecord]) -> list[LogRecord]:
     """Lists the records of metrics.jsonl that hold an evaluation, oldest first."""
     return [r for r in records if any(name.startswith("eval/") for name in r)]
 
 
-def write_summary(workdir: pathlib.Path, extra: Mapping[str, Any]) -> dict[str, Any]:
+def write_summary(workdir: pathlib.Path, extra: JsonObject) -> JsonObject:
     """Writes summary.json from metrics.jsonl; returns the summary.
 
     Args:
@@ -139,7 +139,7 @@ _BESIDE = re.compile(r"_reward/|_(partial|format|pass)$")  # rewards by function
 _RECORDS, _ERROR = "records", "error/"
 
 
-def print_before_after(console: rich.console.Console, summary: Mapping[str, Any]) -> None:
+def print_before_after(console: rich.console.Console, summary: JsonObject) -> None:
     """Prints the final table: every mean in the first and the last evaluation, and its change, with 95 % intervals."""
     before, after = summary["before"], summary["after"]
     rows = []
@@ -200,5 +200,5 @@ def _means(values: Mapping[str, float]) -> dict[str, float]:
     return {name: value for name, value in values.items() if not name.startswith(_ERROR) and not name.endswith(records)}
 
 
-def _eval_values(record: Mapping[str, Any]) -> dict[str, float]:
+def _eval_values(record: LogRecord) -> dict[str, float]:
     return {name.removeprefix("eval/"): value for name, value in record.items() if name.startswith("eval/")}

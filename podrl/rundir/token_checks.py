@@ -5,8 +5,9 @@ import math
 import numpy as np
 
 from podrl.groups import member_of
+from podrl.mappings import LogRecord
 from podrl.rundir.checks import check
-from podrl.rundir.history import Past, Record
+from podrl.rundir.history import Past
 from podrl.rundir.trace import TracedStep
 
 # Largest allowed difference, in nats, of the trainer's and the sampler's log-probability of a token; docs/doctor.md.
@@ -19,7 +20,7 @@ APART, APART_INEXACT = 0.01, 2.0
     meaning="the file was damaged after it was written; training never reads it",
     key="nothing: delete the file, and look at the disk",
 )
-def _unreadable(now: Record, past: Past) -> str:
+def _unreadable(now: LogRecord, past: Past) -> str:
     return str(now.get("unreadable", ""))
 
 
@@ -29,7 +30,7 @@ def _unreadable(now: Record, past: Past) -> str:
     meaning="a token of the prompt or of the outside world is trained on as if the policy had said it, or the reverse",
     key="report it with the sample; an environment or a template of your own is the first suspect (env.environment)",
 )
-def _sampled(now: Record, past: Past) -> str:
+def _sampled(now: LogRecord, past: Past) -> str:
     step = _trace_of(now)
     if step is None:
         return ""
@@ -55,7 +56,7 @@ def _sampled(now: Record, past: Past) -> str:
     meaning="a sampled token's version is newer than the weights were, or older than max_staleness allows",
     key="report it: versions are checked on arrival; until then, another transfer (roles.colocated=True)",
 )
-def _weights(now: Record, past: Past) -> str:
+def _weights(now: LogRecord, past: Past) -> str:
     step = _trace_of(now)
     if step is None:
         return ""
@@ -76,7 +77,7 @@ def _weights(now: Record, past: Past) -> str:
     "other weights are served, or they are computed in another way",
     key="rollout.data_type=trainer.dtype, float32 for both; SECTION.sampler_correction='tis'",
 )
-def _reproduced(now: Record, past: Past) -> str:
+def _reproduced(now: LogRecord, past: Past) -> str:
     step = _trace_of(now)
     if step is None or "trainer_logprob" not in step.tokens:
         return ""
@@ -100,7 +101,7 @@ def _reproduced(now: Record, past: Past) -> str:
     meaning="a token counts in the loss with an advantage of NaN or infinity",
     key="the reward of the sample (reward.fns), and an estimator of your own",
 )
-def _advantage(now: Record, past: Past) -> str:
+def _advantage(now: LogRecord, past: Past) -> str:
     step = _trace_of(now)
     if step is None or "advantage" not in step.tokens:
         return ""
@@ -113,7 +114,7 @@ def _advantage(now: Record, past: Past) -> str:
     return f"{_token(step, bad_X)}: the reward of its sample is {value} ({bad_X.sum()} such tokens)"
 
 
-def _trace_of(now: Record) -> TracedStep | None:
+def _trace_of(now: LogRecord) -> TracedStep | None:
     step = now.get("trace")
     return step if isinstance(step, TracedStep) and "trained" in step.tokens else None
 

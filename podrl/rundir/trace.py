@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int, Shaped
 
+from podrl.mappings import EpisodeRecord, TaskColumns
 from podrl.storage.storage import Place, locate
 from podrl.types import TOKENS, Experience
 
@@ -22,7 +23,7 @@ _HEADER = "header"
 _LARGEST = 1 << 31  # bytes that a file may unpack to
 
 # Columns over tokens that every trace has, with their types; the algorithm adds more.
-_OF_ROLLOUTS: Mapping[str, Any] = {
+_OF_ROLLOUTS: Mapping[str, type[np.generic]] = {
     **{name: column.dtype for name, column in TOKENS.items()},
     "piece": np.int16,
     "mask": np.uint8,
@@ -33,7 +34,7 @@ _OF_ROLLOUTS: Mapping[str, Any] = {
 SCORES = ("trainer_logprob", "entropy")
 # Columns of `TraceExtras` with log.trace='updates': weight of each token in the step's updates, and 1 if it is clipped.
 WEIGHTS = ("weight", "clipped")
-_OF_SAMPLES: Mapping[str, Any] = {
+_OF_SAMPLES: Mapping[str, type[np.generic]] = {
     "group": np.int32,
     "length": np.int32,
     "prompt_length": np.int32,
@@ -93,9 +94,9 @@ class TracedStep:
     step: int
     reward_names: Sequence[str]
     prompts: Sequence[str]
-    fields: Mapping[str, Sequence[Any]]
+    fields: TaskColumns
     completions: Sequence[str]
-    episodes: Sequence[Mapping[str, Any]]
+    episodes: Sequence[EpisodeRecord]
     pieces: Mapping[int, str]
     samples: Mapping[str, Shaped[np.ndarray, " B"]]
     tokens: Mapping[str, Shaped[np.ndarray, " X"]]

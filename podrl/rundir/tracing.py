@@ -6,9 +6,10 @@ import logging
 import pathlib
 import queue
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from podrl.mappings import Span
 from podrl.rundir import spans, trace
 from podrl.rundir.metrics import JsonLinesFile, LogConfig
 from podrl.storage.storage import write_whole
@@ -74,7 +75,7 @@ class Tracing:
         """Keeps further contents of a step's trace until the step is recorded."""
         self._extras = (step, extras)
 
-    def record(self, step: int, experience: Experience, new_spans: Sequence[Mapping[str, Any]], tokenizer: Any) -> None:
+    def record(self, step: int, experience: Experience, new_spans: Sequence[Span], tokenizer: Any) -> None:
         """Hands a step to the thread and returns at once; if the disk is too slow, the step is left out.
 
         Args:
@@ -92,7 +93,7 @@ class Tracing:
         else:
             self._skipped += 1
 
-    def add_spans(self, new_spans: Sequence[Mapping[str, Any]]) -> None:
+    def add_spans(self, new_spans: Sequence[Span]) -> None:
         """Hands spans of this or another process to the thread."""
         if new_spans:
             self._queue.put(functools.partial(self._append, new_spans))
@@ -130,7 +131,7 @@ class Tracing:
             if size > self._bound and step_of_file != step:
                 path.unlink()
 
-    def _append(self, new_spans: Sequence[Mapping[str, Any]]) -> None:
+    def _append(self, new_spans: Sequence[Span]) -> None:
         for span in new_spans:
             self._lines.write(span)
         if self._lines.size > SPAN_BYTES:

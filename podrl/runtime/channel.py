@@ -27,9 +27,8 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from concurrent import futures
-from typing import Any
 
 import zmq
 import zmq.auth.thread
@@ -65,7 +64,7 @@ class Traffic:
     messages: int = 0
     bytes: int = 0
 
-    def count(self, frames: Sequence[Any]) -> None:
+    def count(self, frames: Sequence[Sized]) -> None:
         self.messages += 1
         self.bytes += sum(map(len, frames))
 
@@ -420,7 +419,7 @@ class Channel:
         client.send_multipart(frames, copy=False)
         self._touched[client] = None
 
-    def _on_answer(self, address: str, numbers: bytes, status: bytes, pieces: Sequence[Any]) -> None:
+    def _on_answer(self, address: str, numbers: bytes, status: bytes, pieces: Sequence[object]) -> None:
         sender = numbers[_NUMBER:]
         if status == _GONE or self._endpoints.setdefault(address, sender) != sender:
             for link in [link for place, link in self._peers.items() if place[0] == address]:

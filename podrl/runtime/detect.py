@@ -384,7 +384,7 @@ def tpu_vm_metadata(
     return found
 
 
-def check_fresh_jax(modules: Mapping[str, Any]) -> None:
+def check_fresh_jax(modules: Mapping[str, object]) -> None:
     """Refuses to continue if a jax backend exists already: flags and environment variables could no longer affect it.
 
     Args:

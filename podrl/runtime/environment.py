@@ -123,7 +123,9 @@ def cache_own_programs() -> None:
     own_write = types.FunctionType(write.__code__, {**write.__globals__, **as_first})
     own = types.FunctionType(original.__code__, {**original.__globals__, "_cache_write": own_write})
 
-    def compile_and_write(backend: Any, computation: Any, executable_devices: Any, *args: Any, **kwargs: Any) -> Any:
+    def compile_and_write(
+        backend: Any, computation: object, executable_devices: object, *args: object, **kwargs: object
+    ) -> object:
         alone = getattr(executable_devices, "is_fully_addressable", False) or backend.platform == "cpu"
         return (own if alone else original)(backend, computation, executable_devices, *args, **kwargs)
 
@@ -148,7 +150,7 @@ def meet_before_first_runs() -> None:
         return
     met: set[str] = set()
 
-    def compile_and_meet(backend: Any, computation: Any, devices: Any, *args: Any, **kwargs: Any) -> Any:
+    def compile_and_meet(backend: Any, computation: object, devices: Any, *args: object, **kwargs: object) -> object:
         compiled = original(backend, computation, devices, *args, **kwargs)
         processes = sorted({device.process_index for device in devices.flat})
         client = distributed.global_state.client

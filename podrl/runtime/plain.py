@@ -5,7 +5,6 @@ Reward functions run in processes that do not import jax, so this module does no
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 _EXACT = 15  # significant digits that every float holds
 
@@ -35,7 +34,7 @@ def json_float(literal: str) -> float:
     return value if len(literal) <= _EXACT and 0 < abs(value) < math.inf else LongFloat(literal)
 
 
-def text(value: Any) -> str:
+def text(value: object) -> str:
     """Returns a text unchanged, and a number as decimal digits: 18.0 becomes '18', 0.00001 becomes '0.00001'.
 
     Raises:
@@ -61,7 +60,7 @@ def text(value: Any) -> str:
     return digits if exact else "0"
 
 
-def references(value: Any) -> list[str]:
+def references(value: object) -> list[str]:
     """Lists the reference answers of a record as stripped texts; a completion has to match any one of them.
 
     Args:
@@ -77,7 +76,7 @@ def references(value: Any) -> list[str]:
     return texts
 
 
-def reference(value: Any) -> "str | Sequence[str]":
+def reference(value: object) -> "str | Sequence[str]":
     """Returns `references` of a list, and the one text of a single answer."""
     texts = references(value)
     return texts if isinstance(value, list | tuple) else texts[0]

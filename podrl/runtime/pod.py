@@ -18,9 +18,9 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
+from podrl.mappings import JsonObject
 from podrl.runtime.channel import SILENCE_S, Channel, ChannelError, LateError
 from podrl.runtime.message import Message
 from podrl.runtime.roles import EVAL, TRAINER
@@ -290,7 +290,7 @@ class Pod:
         return Message({"process": number, "replica": size, **roles})
 
     def _on_join(self, message: Message) -> Message:
-        who: Mapping[str, Any] = message.value
+        who: JsonObject = message.value
         process, address, endpoint = int(who["process"]), str(who["address"]), str(who["endpoint"])
         with self._changed:
             returned = process in self._addresses
@@ -325,7 +325,7 @@ class Pod:
         self.channel.watch(address, lambda: self._on_broken(process, address))
         return self._differences(who)
 
-    def _differences(self, who: Mapping[str, Any]) -> Message:
+    def _differences(self, who: JsonObject) -> Message:
         """Describes how one of the job's first processes was started differently from this one.
 
         The text is empty if both were started for the same job.

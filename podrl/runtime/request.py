@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from concurrent import futures
-from typing import Any
 
 from podrl.runtime.message import Frames, Message, MessageError, decode, encode, from_pieces, in_pieces
 
@@ -28,10 +27,10 @@ class Request:
 
     def __init__(self, number: int, place: tuple[str, int], head: bytes, frames: Frames):
         self.number, self.place, self.head, self.frames = number, place, head, frames
-        self._future: futures.Future[tuple[bytes, Sequence[Any]]] = futures.Future()
+        self._future: futures.Future[tuple[bytes, Sequence[object]]] = futures.Future()
         self.done = False
 
-    def answer(self, status: bytes, pieces: Sequence[Any]) -> None:
+    def answer(self, status: bytes, pieces: Sequence[object]) -> None:
         """Takes the answer: its status, and its pieces as they arrived."""
         if not self.done:
             self.done = True

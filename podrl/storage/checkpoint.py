@@ -19,8 +19,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as Spec
 
 from podrl.config import Count, Natural, NonNegative, section
-from podrl.storage.bits import compile_sums, tree_sums
-from podrl.storage.record import Record
+from podrl.mappings import ConfigValues, SavedState
+from podrl.storage.bits import Leaf, compile_sums, tree_sums
+from podrl.storage.record import CheckpointRecord
 from podrl.storage.seal import array_digest
 from podrl.storage.storage import Place, absolute, complete_steps, first_line, is_remote, remove_tree, tree_size
 from podrl.types import PyTree
@@ -67,7 +68,7 @@ class RestoredCheckpoint:
 
     step: int
     state: PyTree
-    host: dict[str, Any]
+    host: SavedState
     arrays: dict[str, np.ndarray]
     content: Any = None
 
@@ -96,7 +97,7 @@ class Checkpoints:
         keep_every: int = 0,
         keep_hours: float = 0.0,
         processes: Sequence[int] = (),
-        config: Mapping[str, Any] | None = None,
+        config: ConfigValues | None = None,
     ):
         """Opens the directory; makes it if it does not exist.
 
@@ -140,7 +141,7 @@ class Checkpoints:
         """Lists the steps that have a complete checkpoint, oldest first."""
         return sorted(self._manager.all_steps())
 
-    def save(self, step: int, state: PyTree, host: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> bool:
+    def save(self, step: int, state: PyTree, host: SavedState, arrays: Mapping[str, np.ndarray]) -> bool:
         """Waits for the previous save, and starts to write a checkpoint.
 
         Args:
@@ -163,7 +164,9 @@ class Checkpoints:
             if size > free:
                 self._failed(OSError(f"it needs about {_mb(size)} and {_mb(free)} are free"))
                 return False
-        record = Record(dict(host), self._config, sums, {name: array_digest(x) for name, x in arrays.items()}, step)
+        record = CheckpointRecord(
+            dict(host), self._config, sums, {name: array_digest(x) for name, x in arrays.items()}, step
+        )
         if len(self._processes) == 1:  # Orbax refuses device arrays of one process in a cluster of several
             state = jax.tree.map(np.asarray, state)
         items = ocp.args.Composite(
@@ -241,7 +244,7 @@ class Checkpoints:
     def restore_latest(
         self,
         abstract_state: PyTree,
-        decode: Callable[[Mapping[str, Any], Mapping[str, np.ndarray]], Any] = lambda host, arrays: None,
+        decode: Callable[[SavedState, Mapping[str, np.ndarray]], Any] = lambda host, arrays: None,
     ) -> RestoredCheckpoint | None:
         """Restores the newest undamaged checkpoint; damaged checkpoints that are newer are logged and moved aside.
 
@@ -315,10 +318,10 @@ class Checkpoints:
             )
         return found, ""
 
-    def _read(self, step: int, abstract_state: PyTree) -> tuple[Record, RestoredCheckpoint]:
+    def _read(self, step: int, abstract_state: PyTree) -> tuple[CheckpointRecord, RestoredCheckpoint]:
         """Reads a checkpoint and checks its host arrays, without waiting for another process."""
         folder = epath.Path(self.directory) / str(step)
-        record = Record.read(folder)
+        record = CheckpointRecord.read(folder)
         among = self._multiprocessing()
         with contextlib.closing(ocp.StandardCheckpointHandler(multiprocessing_options=among)) as handler:
             stored = handler.restore(folder / "arrays", args=ocp.args.StandardRestore())  # pyright: ignore[reportCallIssue]
@@ -376,7 +379,7 @@ class Checkpoints:
         self._manager.close()
 
 
-def _size(leaves: Sequence[Any]) -> int:
+def _size(leaves: Sequence[Leaf | np.ndarray]) -> int:
     """Returns the total bytes of arrays, or of shapes with dtypes."""
     return sum(int(np.prod(leaf.shape, dtype=np.int64)) * jnp.dtype(leaf.dtype).itemsize for leaf in leaves)
 
@@ -429,5 +432,5 @@ def read_state(directory: str | os.PathLike, step: int | None = None) -> tuple[i
     wanted = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
     state = reader.restore(path, args=ocp.args.PyTreeRestore(restore_args=wanted))  # pyright: ignore[reportCallIssue]
     reader.close()
-    Record.read(root / str(chosen)).check_state(state)
+    CheckpointRecord.read(root / str(chosen)).check_state(state)
     return chosen, state

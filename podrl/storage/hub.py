@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from podrl.mappings import ConfigValues
 from podrl.storage.storage import StorageError, first_line
 
 _ASSETS = pathlib.Path(__file__).resolve().parent.parent / "assets"
@@ -103,14 +104,14 @@ def data_files(path: str) -> list[str]:
     return [os.path.join(folder, file) for file in chosen]
 
 
-def names(values: Mapping[str, Any]) -> dict[str, str]:
+def names(values: ConfigValues) -> dict[str, str]:
     """Returns the values of a configuration that name repositories of the hub, by dotted key."""
     keys = [*_KEYS, *(f"{key}.{k}" for key in _LISTS for k in range(len(_items(values, key))))]
     found = {key: _at(values, key) for key in keys}
     return {key: text for key, text in found.items() if text and parse_name(text) is not None}
 
 
-def pinned(values: Mapping[str, Any], recorded: Mapping[str, Any]) -> dict[str, Any]:
+def pinned(values: ConfigValues, recorded: ConfigValues) -> ConfigValues:
     """Replaces branches and tags by commits in every name of the hub in a configuration.
 
     Args:
@@ -123,7 +124,7 @@ def pinned(values: Mapping[str, Any], recorded: Mapping[str, Any]) -> dict[str, 
     return renamed(values, {key: _pin(text, _at(recorded, key)) for key, text in names(values).items()})
 
 
-def renamed(values: Mapping[str, Any], texts: Mapping[str, str]) -> dict[str, Any]:
+def renamed(values: ConfigValues, texts: Mapping[str, str]) -> ConfigValues:
     """Returns a copy of a configuration with other texts at dotted keys; `texts` has the texts by key."""
     copy: dict[str, Any] = {key: dict(value) if isinstance(value, Mapping) else value for key, value in values.items()}
     for key, text in texts.items():
@@ -138,7 +139,7 @@ def renamed(values: Mapping[str, Any], texts: Mapping[str, str]) -> dict[str, An
     return copy
 
 
-def _at(values: Mapping[str, Any], key: str) -> str:
+def _at(values: ConfigValues, key: str) -> str:
     """Returns the text at a dotted key of a configuration; '' if there is no text."""
     group, _, name = key.rpartition(".")
     if group in _LISTS:
@@ -150,7 +151,7 @@ def _at(values: Mapping[str, Any], key: str) -> str:
     return found if isinstance(found, str) else ""
 
 
-def _items(values: Mapping[str, Any], key: str) -> Sequence[Any]:
+def _items(values: ConfigValues, key: str) -> Sequence[Any]:
     """Returns the items of one of `_LISTS`; () if the configuration has none, or another value there."""
     section, _, field = key.partition(".")
     found = values.get(section, {}).get(field)

@@ -3,11 +3,11 @@
 import dataclasses
 import json
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 from etils import epath
 
+from podrl.mappings import ConfigValues, JsonObject, SavedState
 from podrl.storage.bits import tree_sums
 from podrl.storage.seal import array_digest, is_sealed, seal, unseal
 from podrl.storage.storage import Place, first_line
@@ -15,7 +15,7 @@ from podrl.types import PyTree
 
 
 @dataclasses.dataclass(frozen=True)
-class Record:
+class CheckpointRecord:
     """The JSON object of a checkpoint.
 
     Attributes:
@@ -26,18 +26,18 @@ class Record:
       step: the step after which the checkpoint was taken; None in a checkpoint of an older podrl, which did not say.
     """
 
-    content: dict[str, Any]
-    config: dict[str, Any] | None
+    content: SavedState
+    config: ConfigValues | None
     state: dict[str, int] | None
     arrays: dict[str, str] | None
     step: int | None = None
 
-    def sealed(self) -> dict[str, Any]:
+    def sealed(self) -> JsonObject:
         """Returns the record as JSON values, with a checksum of itself."""
         return seal(dataclasses.asdict(self))
 
     @classmethod
-    def read(cls, checkpoint: Place) -> "Record":
+    def read(cls, checkpoint: Place) -> "CheckpointRecord":
         """Reads the record of the checkpoint in a directory.
 
         Raises:
@@ -88,7 +88,7 @@ class Record:
             _compare("host arrays", {name: array_digest(array) for name, array in arrays.items()}, self.arrays)
 
 
-def _compare(kind: str, current: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+def _compare(kind: str, current: JsonObject, saved: JsonObject) -> None:
     wrong = [name for name in sorted({*current, *saved}) if current.get(name) != saved.get(name)]
     if wrong:
         raise ValueError(f"{len(wrong)} of {len(saved)} {kind} are not what was saved, such as {wrong[0]}")

@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 
 from etils import epath
 
+from podrl.mappings import JsonObject
+
 File = TypeVar("File", bound=os.PathLike)
 
 _KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
@@ -47,7 +49,7 @@ def load_json(text: str | bytes) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
-def load_object(file: pathlib.Path | epath.Path) -> dict[str, Any]:
+def load_object(file: pathlib.Path | epath.Path) -> JsonObject:
     """Reads the JSON object that a user's file holds.
 
     Raises:
@@ -67,7 +69,7 @@ def load_object(file: pathlib.Path | epath.Path) -> dict[str, Any]:
     return content
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _once(pairs: list[tuple[str, object]]) -> JsonObject:
     found = dict(pairs)
     if len(found) < len(pairs):
         count = collections.Counter(name for name, _ in pairs)

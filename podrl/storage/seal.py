@@ -2,26 +2,26 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
+
+from podrl.mappings import JsonObject
 
 _KEY = "sha256"
 
 
-def seal(values: Mapping[str, Any]) -> dict[str, Any]:
+def seal(values: JsonObject) -> JsonObject:
     """Returns a copy of JSON values with their checksum under the key 'sha256'."""
     plain = json.loads(json.dumps(dict(values)))
     return {**plain, _KEY: _digest(plain)}
 
 
-def is_sealed(values: Mapping[str, Any]) -> bool:
+def is_sealed(values: JsonObject) -> bool:
     """Returns True if values carry a checksum, right or wrong."""
     return _KEY in values
 
 
-def unseal(values: Mapping[str, Any]) -> dict[str, Any]:
+def unseal(values: JsonObject) -> JsonObject:
     """Checks the checksum of `seal`, and returns the values without it.
 
     Raises:
@@ -40,5 +40,5 @@ def array_digest(array: np.ndarray) -> str:
     return hashed.hexdigest()
 
 
-def _digest(values: Mapping[str, Any]) -> str:
+def _digest(values: JsonObject) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -6,8 +6,9 @@ import logging
 import os
 import pathlib
 from collections.abc import Collection, Mapping
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
+from podrl.mappings import JsonObject
 from podrl.storage.seal import is_sealed, seal, unseal
 from podrl.storage.storage import first_line
 
@@ -26,13 +27,13 @@ class SealedLines:
       torn: bytes of an incomplete last line, whose write was interrupted before it was reported as done; 0 for none.
     """
 
-    records: list[tuple[int, dict[str, Any]]]
+    records: list[tuple[int, JsonObject]]
     damaged: list[tuple[int, str]]
     unsealed: list[int]
     torn: int
 
 
-def encode(record: Mapping[str, Any]) -> bytes:
+def encode(record: JsonObject) -> bytes:
     """Encodes a record as a line with its checksum, the newline included."""
     return json.dumps(seal(record)).encode() + b"\n"
 
@@ -99,7 +100,7 @@ def open_to_append(path: pathlib.Path, unsealed: Collection[Shape]) -> BinaryIO:
     return file
 
 
-def _has(record: Mapping[str, Any], shape: Shape) -> bool:
+def _has(record: JsonObject, shape: Shape) -> bool:
     return record.keys() == shape.keys() and all(type(record[key]) is kind for key, kind in shape.items())
 
 

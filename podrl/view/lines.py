@@ -2,9 +2,10 @@
 
 import json
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
+from podrl.mappings import JsonObject
 from podrl.storage.storage import Place, is_remote
 
 _AT_ONCE = 1000  # lines
@@ -17,7 +18,7 @@ class JsonLinesReader:
       bad: number of lines that are not a JSON object with an integer step.
     """
 
-    def __init__(self, path: Place, take: Callable[[Mapping[str, Any]], None], forget: Callable[[], None]):
+    def __init__(self, path: Place, take: Callable[[JsonObject], None], forget: Callable[[], None]):
         """Stores the arguments.
 
         Args:
@@ -65,14 +66,14 @@ class JsonLinesReader:
         except OSError:
             return None
 
-    def _see(self, record: Any) -> None:
+    def _see(self, record: object) -> None:
         if isinstance(record, dict) and type(record.get("step")) is int:
             self._take(record)
         else:
             self.bad += 1
 
 
-def _parsed(lines: list[bytes]) -> list[Any]:
+def _parsed(lines: list[bytes]) -> list[object]:
     """Parses lines; a damaged line gives None. All lines are parsed at once if none is damaged, which is faster."""
     try:
         found = json.loads(b"[" + b",".join(lines) + b"]")
@@ -83,7 +84,7 @@ def _parsed(lines: list[bytes]) -> list[Any]:
     return [_one(line) for line in lines]
 
 
-def _one(line: bytes) -> Any:
+def _one(line: bytes) -> object:
     try:
         return json.loads(line)
     except (ValueError, RecursionError):
@@ -102,7 +103,7 @@ class Series:
         self.columns: dict[str, tuple[list[int], list[float | None]]] = {}
         self.last_step = 0
 
-    def take(self, record: Mapping[str, Any]) -> None:
+    def take(self, record: JsonObject) -> None:
         """Adds a record of metrics.jsonl; values that are neither numbers nor null are left out."""
         step = record["step"]
         self.last_step = max(self.last_step, step)

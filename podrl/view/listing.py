@@ -1,10 +1,9 @@
 """Lists a run's samples of lowest reward as text, with the reward of every function and the reason why each ended."""
 
 from collections import Counter
-from collections.abc import Mapping
-from typing import Any
 
 from podrl.config import plural
+from podrl.mappings import JsonObject
 from podrl.view.runs import RunFiles
 
 _PROMPT, _COMPLETION = 120, 400  # characters shown: the end of the prompt, the beginning of the completion
@@ -35,7 +34,7 @@ def listing(run: RunFiles, count: int) -> str:
     return "\n".join([*lines, *(_describe(row) for row in rows[:count])])
 
 
-def _describe(row: Mapping[str, Any]) -> str:
+def _describe(row: JsonObject) -> str:
     """Describes one sample; its texts are shown by `repr`, so that control characters cannot reach the terminal."""
     parts = [f"\nstep {row['step']}", f"reward {row['reward']:.3g}"]
     if rewards := row.get("rewards"):

@@ -5,9 +5,9 @@ import hashlib
 import json
 import logging
 import pathlib
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
+from podrl.mappings import JsonObject
 from podrl.rundir import summary
 from podrl.rundir.run import Run
 from podrl.storage.storage import write_whole
@@ -43,7 +43,7 @@ def write_report(workdir: pathlib.Path, name: str) -> None:
         _log.warning("%s was not written: %s", NAME, error)
 
 
-def write_ending(run: Run, facts: Mapping[str, Any]) -> dict[str, Any]:
+def write_ending(run: Run, facts: JsonObject) -> JsonObject:
     """Writes summary.json and report.html of a run that has made its last step, and prints the before/after table.
 
     Args:
@@ -61,7 +61,7 @@ def write_ending(run: Run, facts: Mapping[str, Any]) -> dict[str, Any]:
     return written
 
 
-def _data(run: RunFiles) -> dict[str, Any]:
+def _data(run: RunFiles) -> dict[str, object]:
     about = run.describe()
     groups = []
     for step in about["traced"][-1:]:

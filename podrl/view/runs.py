@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from podrl.groups import member_of, spread
+from podrl.mappings import JsonObject, LogRecord, Span, TurnRecord
 from podrl.rundir import gauges, trace
 from podrl.rundir import spans as spans_file
 from podrl.rundir.about import NAME as ABOUT
@@ -56,9 +57,9 @@ class RunFiles:
         if not any((self._path / name).exists() for name in ("config.json", "metrics.jsonl")):
             raise ValueError(f"{place} is not a run directory: it has neither config.json nor metrics.jsonl.")
         self.series, self._spans = Series(), []
-        self._found: tuple[int, dict[str, Any]] | None = None
+        self._found: tuple[int, JsonObject] | None = None
         self._examining = threading.Lock()
-        self._samples: list[Mapping[str, Any]] = []
+        self._samples: list[LogRecord] = []
         self._metrics = JsonLinesReader(self._path / "metrics.jsonl", self.series.take, self.series.forget)
         self._span_lines = JsonLinesReader(self._path / spans_file.NAME, self._take_span, self._spans.clear)
         self._sample_lines = JsonLinesReader(self._path / "samples.jsonl", self._samples.append, self._samples.clear)
@@ -67,12 +68,12 @@ class RunFiles:
         """Reads the new lines of metrics.jsonl."""
         self._metrics.update()
 
-    def spans(self) -> list[dict[str, Any]]:
+    def spans(self) -> list[Span]:
         """Returns all spans, in the order in which they were written."""
         self._span_lines.update()
         return self._spans
 
-    def _take_span(self, record: Mapping[str, Any]) -> None:
+    def _take_span(self, record: JsonObject) -> None:
         texts = all(isinstance(record.get(key), str) for key in ("host", "lane", "name"))
         if texts and all(type(record.get(key)) in (int, float) for key in ("start", "s")):
             self._spans.append(dict(record))
@@ -101,7 +102,7 @@ class RunFiles:
             "problems": self.problems(),
         }
 
-    def findings(self) -> dict[str, Any]:
+    def findings(self) -> JsonObject:
         """Returns the doctor's findings in the present records; the doctor looks again after each step of the run.
 
         Returns:
@@ -110,7 +111,7 @@ class RunFiles:
         self.update()
         with self._examining:
             if self._found is None or self._found[0] != self.series.last_step:
-                step, problem, found = self.series.last_step, "", list[dict[str, Any]]()
+                step, problem, found = self.series.last_step, "", list[JsonObject]()
                 try:
                     found = [dataclasses.asdict(finding) for finding in examine(self.place)]
                 except ValueError as error:
@@ -144,7 +145,7 @@ class RunFiles:
             return None
         return max(most - self.series.last_step, 0) * float(np.median(seconds))
 
-    def json(self, name: str) -> dict[str, Any]:
+    def json(self, name: str) -> JsonObject:
         """Returns the object in a JSON file of the run; {} if the file is missing or damaged."""
         try:
             found = json.loads((self._path / name).read_bytes())
@@ -152,7 +153,7 @@ class RunFiles:
             return {}
         return found if isinstance(found, dict) else {}
 
-    def config(self) -> dict[str, Any]:
+    def config(self) -> JsonObject:
         """Returns the run's configuration; {} if config.json is missing or damaged."""
         found = self.json("config.json")
         try:
@@ -160,7 +161,7 @@ class RunFiles:
         except (ValueError, KeyError, TypeError):
             return {}
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> JsonObject:
         """Returns the contents of the view /run: configuration, defaults, the page about the run, summary and plan."""
         return {
             "config": self.config(),
@@ -171,7 +172,7 @@ class RunFiles:
             "planned_for": self.planned_for(),
         }
 
-    def plan(self) -> list[dict[str, Any]]:
+    def plan(self) -> list[JsonObject]:
         """Returns rows comparing the plan of `log.plan` with measurements: name, unit, planned, measured, how, ratio.
 
         Entry `how` says how a quantity was planned: 'predicted' (seconds, from every program's roofline), 'counted'
@@ -235,7 +236,7 @@ class RunFiles:
         except OSError:
             return 0.0
 
-    def group(self, step: int, group: int | None = None) -> dict[str, Any]:
+    def group(self, step: int, group: int | None = None) -> JsonObject:
         """Returns the samples of one prompt, with all numbers of all tokens.
 
         Args:
@@ -271,12 +272,12 @@ class RunFiles:
         epsilon = section.get("epsilon") or 0.2
         return [epsilon if section.get(key) is None else section[key] for key in ("epsilon_low", "epsilon_high")]
 
-    def samples(self, wanted: Mapping[str, str]) -> dict[str, Any]:
+    def samples(self, wanted: Mapping[str, str]) -> JsonObject:
         """Returns 100 of the samples that `found` returns, from number `offset` of `wanted` on, and the total count."""
         found, offset = self.found(wanted), _number_of(wanted, "offset", int) or 0
         return {"count": len(found), "offset": offset, "rows": found[offset : offset + 100]}
 
-    def found(self, wanted: Mapping[str, str]) -> list[dict[str, Any]]:
+    def found(self, wanted: Mapping[str, str]) -> list[JsonObject]:
         """Returns the samples that a search finds in the last 50 traced steps, newest step first.
 
         If no step is traced, the lines of samples.jsonl are searched.
@@ -291,7 +292,7 @@ class RunFiles:
         steps = self.traced()
         if wanted.get("step"):
             steps = [step for step in steps if str(step) == wanted["step"]]
-        found: list[dict[str, Any]] = []
+        found: list[JsonObject] = []
         bounds = (_number_of(wanted, "low", float), _number_of(wanted, "high", float))
         for step in reversed(steps[-50:]):
             try:
@@ -306,7 +307,7 @@ class RunFiles:
             found = sorted(known, key=lambda row: row[name], reverse=key.startswith("-"))
         return found
 
-    def _plain_rows(self) -> list[dict[str, Any]]:
+    def _plain_rows(self) -> list[JsonObject]:
         self._sample_lines.update()
         rows = []
         for record in reversed(self._samples[-5000:]):
@@ -319,7 +320,7 @@ class RunFiles:
 
     # The timeline.
 
-    def timeline(self, first: int | None, last: int | None, seconds: int | None = None) -> dict[str, Any]:
+    def timeline(self, first: int | None, last: int | None, seconds: int | None = None) -> JsonObject:
         """Returns the spans of some steps, with the critical path of each step.
 
         If all arguments are None, the step is a typical one.
@@ -346,7 +347,7 @@ class RunFiles:
         longest = sorted(inside, key=lambda span: -span["s"])[:_SHOWN]
         longest = [span | {"row": row} for span, row in zip(longest, spans_file.rows(longest), strict=True)]
         unseen = sum(span["left_out"] for span in inside if type(span.get("left_out")) is int)
-        by_step: dict[int, list[dict[str, Any]]] = {}
+        by_step: dict[int, list[Span]] = {}
         for span in longest:
             by_step.setdefault(span["step"], []).append(span)
         paths = {step: critical_path(found) for step, found in list(by_step.items())[-20:]}
@@ -360,7 +361,7 @@ class RunFiles:
         }
 
 
-def typical_step(spans: Sequence[Mapping[str, Any]]) -> int:
+def typical_step(spans: Sequence[Span]) -> int:
     """Returns the step that took the median time of the last 20 steps, the newest if there are several.
 
     The first step is returned only if there is no other, because its length is not known.
@@ -373,12 +374,12 @@ def typical_step(spans: Sequence[Mapping[str, Any]]) -> int:
     return max((step for seconds, step in took if seconds == median), default=min(ends))
 
 
-def is_wait(span: Mapping[str, Any]) -> bool:
+def is_wait(span: Span) -> bool:
     """Returns True if in a span a process waits for another process, or its loop waits for its own generation."""
     return span["name"].startswith("waiting") or (span["lane"] == "loop" and span["name"] == "rollout")
 
 
-def critical_path(spans: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def critical_path(spans: Sequence[Span]) -> list[JsonObject]:
     """Returns the spans of a step's critical path, oldest first: the work for which all other work waited.
 
     The path is followed backwards from the end of the step. Each part has a name, host, lane, start and length s in
@@ -386,7 +387,7 @@ def critical_path(spans: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """
     working = [s for s in spans if not is_wait(s) and s["lane"] != spans_file.TOOLS]
     busy = [(s["start"], s["start"] + s["s"], s) for s in working if s["s"] > 0]
-    path: list[dict[str, Any]] = []
+    path: list[JsonObject] = []
     now = max((end for _, end, _ in busy), default=0.0)
     while len(path) < 200 and any(start < now - _TICK for start, _, _ in busy):
         inside = [each for each in busy if each[0] < now - _TICK and each[1] >= now - _TICK]
@@ -409,7 +410,7 @@ def _read(path: Place, step: int, changed: float) -> trace.TracedStep:
     return trace.read_step(path, step)
 
 
-def _sample(traced: trace.TracedStep, b: int) -> dict[str, Any]:
+def _sample(traced: trace.TracedStep, b: int) -> JsonObject:
     first, length = int(traced.first[b]), int(traced.samples["length"][b])
     tokens = {name: values[first : first + length] for name, values in traced.tokens.items()}
     ids = tokens.pop("tokens")
@@ -429,7 +430,7 @@ def _sample(traced: trace.TracedStep, b: int) -> dict[str, Any]:
     }
 
 
-def _rows(traced: trace.TracedStep) -> list[dict[str, Any]]:
+def _rows(traced: trace.TracedStep) -> list[JsonObject]:
     group_B, member_B = traced.samples["group"].tolist(), member_of(traced.samples["group"]).tolist()
     answers = traced.fields.get("answer", ())
     return [
@@ -455,14 +456,14 @@ def _rows(traced: trace.TracedStep) -> list[dict[str, Any]]:
     ]
 
 
-def branches(turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def branches(turns: Sequence[TurnRecord]) -> list[JsonObject]:
     """Returns the branches of a sample's turns as trees; no branches if the sample has one context.
 
     Each branch has the fields of podrl.rollout.branches.Branches.joined, its `turns`, and the `branches` that
     share the most first tokens with it.
     """
-    trees: list[dict[str, Any]] = []
-    known: dict[Any, dict[str, Any]] = {}
+    trees: list[JsonObject] = []
+    known: dict[object, JsonObject] = {}
     branch = None
     for turn in turns:
         if began := turn.get("branch"):
@@ -475,12 +476,12 @@ def branches(turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return trees
 
 
-def _written(answer: Any) -> str:
+def _written(answer: object) -> str:
     """Returns a reference answer as text; '' if there is none."""
     return "" if answer is None else answer if isinstance(answer, str) else json.dumps(answer, default=str)
 
 
-def _by_function(record: Mapping[str, Any]) -> dict[str, float]:
+def _by_function(record: LogRecord) -> dict[str, float]:
     """Returns the reward of each function, by name, from a record of samples.jsonl."""
     if isinstance(rewards := record.get("rewards"), Mapping):  # a record of an evaluation
         named = {str(name).removeprefix("reward/"): value for name, value in rewards.items() if name != "reward"}
@@ -496,7 +497,7 @@ def _number_of(wanted: Mapping[str, str], name: str, kind: type) -> Any:
         raise ValueError(f"{name}={wanted[name][:40]!r} is not a number.") from None
 
 
-def _fits(row: Mapping[str, Any], wanted: Mapping[str, str], low: float | None, high: float | None) -> bool:
+def _fits(row: JsonObject, wanted: Mapping[str, str], low: float | None, high: float | None) -> bool:
     text, reward = f"{row['prompt']}\n{row['completion']}".lower(), row.get("reward")
     return (
         wanted.get("q", "").lower() in text

@@ -11,6 +11,7 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from podrl.view.assets import SCRIPTS, STATIC, STYLES, VIEWS, finite, page
 from podrl.view.runs import RunFiles
@@ -34,7 +35,7 @@ class Pages:
 
     def routes(self) -> list[Route]:
         """Returns all routes; each answers GET only."""
-        answers: dict[str, Callable[[Request], Any]] = {
+        answers: dict[str, Callable[[Request], object]] = {
             "runs": self._describe,
             "metrics": self._metrics,
             "timeline": self._timeline,
@@ -55,28 +56,28 @@ class Pages:
             raise ValueError(f"run={number}: there are runs 0 to {len(self._runs) - 1}.")
         return self._runs[number]
 
-    def _describe(self, request: Request) -> Any:
+    def _describe(self, request: Request) -> object:
         return [run.describe() for run in self._runs]
 
-    def _metrics(self, request: Request) -> Any:
+    def _metrics(self, request: Request) -> object:
         run, names = self._run(request), request.query_params.getlist("name")
         most = min(max(_whole(request, "points", _POINTS) or _POINTS, 10), _MOST_POINTS)
         run.update()
         return {name: run.series.thinned(name, most) for name in names[:100]}
 
-    def _timeline(self, request: Request) -> Any:
+    def _timeline(self, request: Request) -> object:
         return self._run(request).timeline(*(_whole(request, name) for name in ("first", "last", "seconds")))
 
-    def _group(self, request: Request) -> Any:
+    def _group(self, request: Request) -> object:
         return self._run(request).group(_whole(request, "step") or 0, _whole(request, "group", -1))
 
-    def _samples(self, request: Request) -> Any:
+    def _samples(self, request: Request) -> object:
         return self._run(request).samples(request.query_params)
 
-    def _config(self, request: Request) -> Any:
+    def _config(self, request: Request) -> object:
         return self._run(request).settings()
 
-    def _findings(self, request: Request) -> Any:
+    def _findings(self, request: Request) -> object:
         return self._run(request).findings()
 
     def _csv(self, request: Request) -> Response:
@@ -95,11 +96,11 @@ class Pages:
 class Guard:
     """ASGI middleware: adds headers to every answer, and refuses requests without the token if there is one."""
 
-    def __init__(self, app: Any, token: str):
+    def __init__(self, app: ASGIApp, token: str):
         """Wraps the application `app`; `token` is required in the address or a cookie, '' requires none."""
         self._app, self._token = app, token
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
         request = Request(scope)
@@ -121,7 +122,7 @@ class Guard:
             await self._app(scope, receive, answer)
 
 
-def application(runs: Sequence[RunFiles], *, token: str = "", hosts: Sequence[str] = ()) -> Any:
+def application(runs: Sequence[RunFiles], *, token: str = "", hosts: Sequence[str] = ()) -> ASGIApp:
     """Builds the ASGI application.
 
     Args:
@@ -154,7 +155,7 @@ def _file(name: str) -> Callable[[Request], Response]:
     return lambda request: FileResponse(STATIC / name, media_type=kind)
 
 
-def _answer(make: Callable[[Request], Any]) -> Callable[[Request], Response]:
+def _answer(make: Callable[[Request], object]) -> Callable[[Request], Response]:
     """Returns an endpoint that answers with JSON; a ValueError becomes an answer with status 400 and one sentence.
 
     The endpoint is not a coroutine, so it runs in a thread of Starlette's pool.

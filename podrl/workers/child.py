@@ -12,6 +12,7 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from typing import Any, BinaryIO
 
+from podrl.mappings import JsonObject
 from podrl.workers.frames import LENGTHS, pack
 from podrl.workers.user_code import Limits
 from podrl.workers.user_objects import explain_load, extend_path, load_function
@@ -42,8 +43,8 @@ def begin() -> tuple[BinaryIO, BinaryIO]:
 
 
 def serve(
-    describe: Callable[[Callable[..., Any], dict[str, Any]], dict[str, Any]],
-    call: Callable[[Callable[..., Any], Any], dict[str, Any]],
+    describe: Callable[[Callable[..., Any], JsonObject], JsonObject],
+    call: Callable[[Callable[..., Any], Any], JsonObject],
 ) -> None:
     """Loads functions of users and calls them, one request after the other, until the parent closes the pipe.
 
@@ -75,7 +76,7 @@ def serve(
         replies.flush()
 
 
-async def frames(requests: BinaryIO) -> AsyncIterator[tuple[dict[str, Any], bytes]]:
+async def frames(requests: BinaryIO) -> AsyncIterator[tuple[JsonObject, bytes]]:
     """Yields (header, body) of each request, on the running event loop, until the parent closes the pipe."""
     import asyncio  # imported here, because most workers have no event loop
 

@@ -2,8 +2,8 @@
 
 import json
 import struct
-from collections.abc import Mapping
-from typing import Any
+
+from podrl.mappings import JsonObject
 
 LENGTHS = struct.Struct(">II")
 MOST_BYTES = 1 << 30  # bound on the bytes of a frame
@@ -13,7 +13,7 @@ class FrameError(ValueError):
     """A frame is too long, or the bytes are not a frame; the message says which."""
 
 
-def pack(header: Mapping[str, Any], body: bytes = b"") -> bytes:
+def pack(header: JsonObject, body: bytes = b"") -> bytes:
     """Encodes a header and a body as one frame.
 
     Raises:
@@ -28,7 +28,7 @@ def frame_of(head: bytes, body: bytes = b"") -> bytes:
     return b"".join((LENGTHS.pack(len(head), len(body)), head, body))
 
 
-def take(data: bytearray) -> dict[str, Any] | None:
+def take(data: bytearray) -> JsonObject | None:
     """Removes the first frame from `data` and returns its header; changes nothing and returns None while the frame is
     incomplete.
 

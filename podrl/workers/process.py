@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from typing import Any, TypeVar
 
+from podrl.mappings import JsonObject
 from podrl.workers import child, leftovers
 from podrl.workers.frames import pack, take
 from podrl.workers.user_code import Limits, hide_secrets
@@ -58,7 +59,7 @@ class Process:
     """One worker process, which runs a module that calls podrl.workers.child; used on the event loop that starts it."""
 
     def __init__(
-        self, module: str, limits: Limits, on_frame: Callable[[dict[str, Any]], None], on_end: Callable[[], None]
+        self, module: str, limits: Limits, on_frame: Callable[[JsonObject], None], on_end: Callable[[], None]
     ) -> None:
         """Starts `python -m MODULE` under limits.
 
@@ -101,7 +102,7 @@ class Process:
         self._open, self._closed, self._wrong = True, False, ""
         self._loop.add_reader(self._read_fd, self._readable)
 
-    def send(self, header: Mapping[str, Any], body: bytes = b"") -> None:
+    def send(self, header: JsonObject, body: bytes = b"") -> None:
         """Queues a frame; all frames queued before the loop's next iteration are written together.
 
         Raises:
@@ -205,7 +206,7 @@ class Process:
 class Loop:
     """An event loop on a thread of its own, for worker processes that are used from other threads."""
 
-    def __init__(self, name: str, failed: Callable[[Mapping[str, Any]], None] | None = None) -> None:
+    def __init__(self, name: str, failed: Callable[[Mapping[str, object]], None] | None = None) -> None:
         """Starts the thread.
 
         Args:
@@ -219,7 +220,7 @@ class Loop:
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
 
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
+    def run(self, work: Coroutine[object, Any, T]) -> T:
         """Runs a coroutine on the loop, waits for it, and returns its result.
 
         Raises:
@@ -237,11 +238,11 @@ class Loop:
         finally:
             future.cancel()  # has an effect only if the wait was interrupted
 
-    def soon(self, call: Callable[..., Any], *args: Any) -> None:
+    def soon(self, call: Callable[..., object], *args: object) -> None:
         """Makes the loop call a function, without waiting for it."""
         self._loop.call_soon_threadsafe(call, *args)
 
-    def end(self, leave: Callable[[], Coroutine[Any, Any, Iterable[Process]]]) -> None:
+    def end(self, leave: Callable[[], Coroutine[object, Any, Iterable[Process]]]) -> None:
         """Ends the loop and its processes.
 
         Args:
@@ -294,7 +295,7 @@ class Pool:
         self._all: set[_Holder] = set()
         self._idle: asyncio.Queue[_Holder] = asyncio.Queue()
 
-    async def fill(self, specs: Mapping[str, Mapping[str, Any]], label: str) -> dict[str, dict[str, Any]]:
+    async def fill(self, specs: Mapping[str, JsonObject], label: str) -> dict[str, JsonObject]:
         """Starts all processes at once and loads functions into each.
 
         Args:
@@ -308,7 +309,7 @@ class Pool:
           ValueError: a function cannot be loaded; the error says why.
         """
 
-        async def filled(holder: _Holder) -> dict[str, dict[str, Any]]:
+        async def filled(holder: _Holder) -> dict[str, JsonObject]:
             about = {}
             for key, spec in specs.items():
                 try:
@@ -323,7 +324,7 @@ class Pool:
             self._idle.put_nowait(holder)
         return about[0]
 
-    async def load(self, key: str, spec: Mapping[str, Any]) -> dict[str, Any]:
+    async def load(self, key: str, spec: JsonObject) -> JsonObject:
         """Loads a function into a process, and returns the module's description of it.
 
         Raises:
@@ -332,7 +333,7 @@ class Pool:
         """
         return await self._with(lambda holder: holder.load(key, spec))
 
-    async def call(self, key: str, spec: Mapping[str, Any], arguments: bytes, deadline_s: float) -> dict[str, Any]:
+    async def call(self, key: str, spec: JsonObject, arguments: bytes, deadline_s: float) -> JsonObject:
         """Calls a function in a process of the pool.
 
         Args:
@@ -352,7 +353,7 @@ class Pool:
           OSError: the system starts no more processes.
         """
 
-        async def load_and_call(holder: _Holder) -> dict[str, Any]:
+        async def load_and_call(holder: _Holder) -> JsonObject:
             await holder.load(key, spec)
             return await holder.exchange({"call": key}, arguments, deadline_s)
 
@@ -363,7 +364,7 @@ class Pool:
         self._closed = True
         return [holder.leave() for holder in self._all]
 
-    async def _with(self, use: "Callable[[_Holder], Awaitable[dict[str, Any]]]") -> dict[str, Any]:
+    async def _with(self, use: "Callable[[_Holder], Awaitable[JsonObject]]") -> JsonObject:
         holder = await self._take()
         try:
             if holder.dead:
@@ -401,14 +402,14 @@ class _Holder:
     def __init__(self, module: str, limits: Limits) -> None:
         self.process = Process(module, limits, self._on_frame, self._on_end)
         self._death: DiedError | None = None
-        self._number, self._reply = 0, asyncio.Future[dict[str, Any]]()
-        self._about: dict[str, dict[str, Any]] = {}
+        self._number, self._reply = 0, asyncio.Future[JsonObject]()
+        self._about: dict[str, JsonObject] = {}
 
     @property
     def dead(self) -> bool:
         return self._death is not None
 
-    async def load(self, key: str, spec: Mapping[str, Any]) -> dict[str, Any]:
+    async def load(self, key: str, spec: JsonObject) -> JsonObject:
         """Loads a function into this process, unless it is there already; returns the module's description of it."""
         if key not in self._about:
             try:
@@ -420,7 +421,7 @@ class _Holder:
             self._about[key] = reply
         return dict(self._about[key])
 
-    async def exchange(self, header: Mapping[str, Any], body: bytes, deadline_s: float) -> dict[str, Any]:
+    async def exchange(self, header: JsonObject, body: bytes, deadline_s: float) -> JsonObject:
         if self._death is not None:
             raise self._death
         self.process.send({**header, "number": self._number + 1}, body)
@@ -437,7 +438,7 @@ class _Holder:
         self._fail(DiedError("it was asked to end."))
         return self.process.leave()
 
-    def _on_frame(self, frame: dict[str, Any]) -> None:
+    def _on_frame(self, frame: JsonObject) -> None:
         match frame:
             case {"number": self._number, "reply": dict(reply)} if not self._reply.done():
                 self._reply.set_result(reply)
@@ -460,9 +461,7 @@ class Functions:
       about: the module's description of each function, by id.
     """
 
-    def __init__(
-        self, module: str, limits: Limits, specs: Mapping[str, Mapping[str, Any]], *, size: int, label: str
-    ) -> None:
+    def __init__(self, module: str, limits: Limits, specs: Mapping[str, JsonObject], *, size: int, label: str) -> None:
         """Starts the processes and loads the functions.
 
         Args:
@@ -490,7 +489,7 @@ class Functions:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def call(self, key: str, arguments: Any, deadline_s: float) -> dict[str, Any]:
+    def call(self, key: str, arguments: object, deadline_s: float) -> JsonObject:
         """Calls a function, waits for its answer, and returns it; errors are those of `Pool.call`.
 
         Args:

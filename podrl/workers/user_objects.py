@@ -8,8 +8,10 @@ import os
 import pathlib
 import sys
 import traceback
-from collections.abc import Mapping
+from types import ModuleType
 from typing import Any
+
+from podrl.mappings import JsonObject
 
 _MOST_SHOWN = 200
 _LONGEST = 2000  # characters of a line of an error
@@ -37,13 +39,13 @@ def spec_at(place: str, name: str) -> dict[str, str]:
     return {"file": str(path.resolve()), "name": name}
 
 
-def spec_of(fn: Any) -> dict[str, str] | None:
+def spec_of(fn: object) -> dict[str, str] | None:
     """Returns the spec by which a worker loads an object; None if the object cannot be found by name in a file."""
     name, module = getattr(fn, "__qualname__", ""), sys.modules.get(getattr(fn, "__module__", None) or "")
     file = getattr(module, "__file__", None)
     if not name or module is None or not file or not pathlib.Path(file).is_file():
         return None
-    found: Any = module
+    found: object = module
     for part in name.split("."):
         found = inspect.getattr_static(found, part, None)
     if isinstance(found, staticmethod):
@@ -59,7 +61,7 @@ def spec_of(fn: Any) -> dict[str, str] | None:
     return {"file": str(pathlib.Path(file).resolve()), "name": name}
 
 
-def name_of(fn: Any) -> str | None:
+def name_of(fn: object) -> str | None:
     """Returns 'file.py:name' or 'package.module:name' of an object; None if a worker cannot load it; texts stay."""
     if isinstance(fn, str):
         return fn
@@ -67,14 +69,14 @@ def name_of(fn: Any) -> str | None:
     return None if spec is None else f"{spec.get('file') or spec['module']}:{spec['name']}"
 
 
-def load(spec: Mapping[str, Any]) -> Any:
+def load(spec: JsonObject) -> Any:
     """Loads the object that a spec names, by 'file' or 'module' and by 'name' (dotted inside the module).
 
     Raises:
       LoadError: the module has no such object; the error lists its functions and classes, and names the closest one.
     """
     module = _run_file(spec["file"]) if "file" in spec else importlib.import_module(spec["module"])
-    found: Any = module
+    found: object = module
     for part in spec["name"].split("."):
         if not hasattr(found, part):
             own = [name for name, value in getattr(found, "__dict__", {}).items() if _is_own(value, module.__name__)]
@@ -89,12 +91,12 @@ def load(spec: Mapping[str, Any]) -> Any:
     return found
 
 
-def _is_own(value: Any, module: str) -> bool:
+def _is_own(value: object, module: str) -> bool:
     """True for a function or class that the module defines itself."""
     return callable(value) and getattr(value, "__module__", "") == module
 
 
-def load_function(spec: Mapping[str, Any]) -> Any:
+def load_function(spec: JsonObject) -> Any:
     """Loads a function, or another object that can be called, with `load`.
 
     Raises:
@@ -142,7 +144,7 @@ def _cut(text: str) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... [{len(text) - _LONGEST} characters left out]"
 
 
-def short(value: Any) -> str:
+def short(value: object) -> str:
     """Returns the repr of a value, cut to 200 characters; never raises, whatever the value's `__repr__` does."""
     try:
         text = repr(value)
@@ -154,7 +156,7 @@ def short(value: Any) -> str:
 _PREFIX = "podrl_user_"
 
 
-def _run_file(path: str) -> Any:
+def _run_file(path: str) -> ModuleType:
     """Runs a file once per process as a module with a name of its own, never as `__main__`; returns the module."""
     name = f"{_PREFIX}{pathlib.Path(path).stem}_{abs(hash(path)):x}"
     if name in sys.modules:

@@ -20,7 +20,7 @@ from podrl.rundir import identity
 from podrl.rundir.metrics import LogConfig, MetricsLog
 from podrl.storage.bits import tree_sums
 from podrl.storage.checkpoint import Checkpoints, read_state
-from podrl.storage.record import Record
+from podrl.storage.record import CheckpointRecord
 from podrl.storage.seal import array_digest
 
 pytestmark = [
@@ -133,7 +133,7 @@ def test_the_configuration(whole, tmp_path):
     shutil.copytree(whole, workdir)
     path, checkpoints = workdir / "config.json", workdir / "checkpoints"
     expected = identity.read(workdir, checkpoints)
-    assert expected is not None and expected == Record.read(checkpoints / NEWEST).config
+    assert expected is not None and expected == CheckpointRecord.read(checkpoints / NEWEST).config
     for bit in _bits(path, 400):
         flip(path, bit)
         assert identity.read(workdir, checkpoints) == expected, f"bit {bit}"
@@ -143,7 +143,7 @@ def test_the_configuration(whole, tmp_path):
 @pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl"])
 def test_metrics_and_samples(whole, tmp_path, name):
     """Flips bits of lines that the checkpoint counts: a message says that the file differs from what was written."""
-    marks = Record.read(whole / "checkpoints" / NEWEST).content["files"]
+    marks = CheckpointRecord.read(whole / "checkpoints" / NEWEST).content["files"]
     bits = [bit for bit in _bits(whole / name, 200) if bit < 8 * marks[name]["size"]]
     assert len(bits) > 50
     for bit in (None, *bits):

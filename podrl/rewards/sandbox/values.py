@@ -23,7 +23,7 @@ class Reference:
         self.number, self.kind = number, kind
 
 
-def encode(value: object, refer: Callable[[object], Reference]) -> Any:
+def encode(value: object, refer: Callable[[object], Reference]) -> object:
     """Encodes a plain value for JSON. Values of subclasses of plain types become plain.
 
     Args:
