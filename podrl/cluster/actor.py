@@ -9,11 +9,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.sharding import Mesh
 from jaxtyping import Float, Int
 
 from podrl import offload
 from podrl.algorithms.distill import Distillation, IdRows, Teacher
+from podrl.mappings import Metrics
 from podrl.mesh.backlog import Backlog
 from podrl.models import parameters
 from podrl.models.config import LoraConfig, ModelConfig
@@ -204,7 +206,7 @@ class Actor:
         """Copies a packed host batch onto the actor's mesh."""
         return put_batch(batch, self.mesh)
 
-    def update(self, batch: Batch[Any]) -> dict[str, Any]:
+    def update(self, batch: Batch[Any]) -> Metrics:
         """Makes one optimizer update from a batch on the mesh; returns metrics by name, which stay on the device.
 
         Raises:
@@ -217,15 +219,15 @@ class Actor:
         self._backlog.add(metrics)
         return metrics
 
-    def logprobs(self, batch: Batch[Layout]) -> Any:
+    def logprobs(self, batch: Batch[Layout]) -> Array:
         """Scores every packed token of a batch on the mesh: log p (A, B, T), nats."""
         return self._noted(self._logprobs(self.params(), batch))
 
-    def token_scores(self, batch: Batch[Layout]) -> Any:
+    def token_scores(self, batch: Batch[Layout]) -> tuple[Array, Array]:
         """Scores every packed token of a mesh batch: (log p, entropy of its distribution), each (A, B, T) nats."""
         return self._noted(self._token_scores(self.params(), batch))
 
-    def token_weights(self, batch: Batch[Any]) -> Any:
+    def token_weights(self, batch: Batch[Any]) -> tuple[Array, Array]:
         """Computes the weight an update would now give every token of a batch: (weight, clipped), each (A, B, T)."""
         assert self._token_weights is not None, "prepare(loss, weigh) comes first"
         return self._noted(self._token_weights(self.params(), batch))
@@ -235,12 +237,12 @@ class Actor:
         assert self._teacher_parts.score is not None, "prepare(loss, weigh, teacher) comes first"
         return self._noted(self._teacher_parts.score(self.params(), self._reference_on_devices(), batch))
 
-    def likely_ids(self, batch: Batch[Layout]) -> Any:
+    def likely_ids(self, batch: Batch[Layout]) -> Array:
         """Returns the policy's K likeliest ids at every token's place: (A, B, T, K)."""
         assert self._teacher_parts.likely is not None, "prepare(loss, weigh, teacher) comes first"
         return self._noted(self._teacher_parts.likely(self.params(), batch))
 
-    def teacher_id_logprobs(self, teacher: Teacher, batch: Batch[IdRows]) -> Any:
+    def teacher_id_logprobs(self, teacher: Teacher, batch: Batch[IdRows]) -> Array:
         """Scores the K ids at every token's place under a teacher, which reads its own prompts: (A, B, T, K), nats."""
         assert self._teacher_parts.score_ids is not None, "prepare(loss, weigh, teacher) comes first"
         own = {"current": self.params, "ema": self._average}
@@ -251,7 +253,7 @@ class Actor:
         assert self.average is not None, "keep_average comes first"
         return parameters.join_trainable(self.average, self.frozen)
 
-    def reference_logprobs(self, batch: Batch[Layout]) -> Any:
+    def reference_logprobs(self, batch: Batch[Layout]) -> Array:
         """Scores every packed token under the reference policy: log p (A, B, T), nats.
 
         The reference routes tokens to experts itself; recorded routes of the batch are not used.
@@ -263,7 +265,7 @@ class Actor:
             raise ValueError(_NO_REFERENCE)
         return self._noted(self._reference_logprobs(self._reference_on_devices(), unrouted(batch)))
 
-    def average_logprobs(self, batch: Batch[Layout]) -> Any:
+    def average_logprobs(self, batch: Batch[Layout]) -> Array:
         """Scores every packed token under the moving average of the policy: log p (A, B, T), nats.
 
         The average routes tokens to experts itself; recorded routes of the batch are not used.
@@ -295,11 +297,11 @@ class Actor:
         values_ABT = score(self.put(placement.batch(placement.layout(tokens_BT))))
         return placement.unpack(np.asarray(jax.device_get(values_ABT)), tokens_BT.shape[1])
 
-    def _noted(self, scores: Any) -> Any:
+    def _noted(self, scores: PyTree) -> PyTree:
         self._backlog.add(scores)
         return scores
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _moved(average: PyTree, params: PyTree, rate: Any) -> PyTree:
+def _moved(average: PyTree, params: PyTree, rate: float | Array) -> PyTree:
     return jax.tree.map(lambda a, p: a + rate * (p.astype(jnp.float32) - a), average, params)

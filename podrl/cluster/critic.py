@@ -5,8 +5,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
+from podrl.mappings import Metrics
 from podrl.mesh.backlog import Backlog
 from podrl.models import scalar
 from podrl.models.config import LoraConfig
@@ -84,12 +86,12 @@ class Critic:
             prefix=self._prefix,
         )
 
-    def values(self, batch: Batch[Layout]) -> Any:
+    def values(self, batch: Batch[Layout]) -> np.ndarray:
         """Computes the value or score of every packed token of a host batch: (A, B, T), on the host."""
         params = scalar.join_trainable(self.state.params, self.frozen)
         return fetch(self._values(params, put_batch(batch, self.mesh)), self.mesh)
 
-    def update(self, batch: Batch[Any]) -> dict[str, Any]:
+    def update(self, batch: Batch[Any]) -> Metrics:
         """Makes one optimizer update from a host batch; returns metrics by name, which stay on the device.
 
         Raises:

@@ -1,7 +1,9 @@
 """The weight transfer between separate clusters, for RLCluster: trainers offer versions, rollouts pull them."""
 
 import itertools
-from typing import Any, Protocol
+from typing import Protocol
+
+from jax.typing import DTypeLike
 
 from podrl.runtime.channel import Channel
 from podrl.runtime.message import Message
@@ -17,7 +19,7 @@ _LANES = 4
 class WeightPublisher(Protocol):
     """Moves one tree from trainer to rollout; the interface of either side, and of `Publisher`."""
 
-    def publish(self, params: Any, version: int, *, replacing: PyTree | None = None) -> Policy: ...
+    def publish(self, params: PyTree, version: int, *, replacing: PyTree | None = None) -> Policy: ...
 
 
 class PullLink:
@@ -47,7 +49,7 @@ class PullLink:
             self._channel.serve("pull", self._server.answer)
             pod.channel.put("weights", Message(self._channel.address))
 
-    def sender(self, name: str, source: PyTree, dtype: Any, *, lasting: bool = False) -> WeightPublisher:
+    def sender(self, name: str, source: PyTree, dtype: DTypeLike, *, lasting: bool = False) -> WeightPublisher:
         """Returns a publisher that offers a tree, in a trainer process.
 
         Args:
@@ -79,7 +81,7 @@ class _Sender:
     def __init__(self, tree: ServedTree, lasting: bool):
         self._tree, self._lasting = tree, lasting
 
-    def publish(self, params: Any, version: int, *, replacing: PyTree | None = None) -> Policy:
+    def publish(self, params: PyTree, version: int, *, replacing: PyTree | None = None) -> Policy:
         assert replacing is None, "a trainer process holds no policy"
         self._tree.offer(params, version, lasting=self._lasting)
         return Policy(params={}, version=version)
@@ -94,7 +96,7 @@ class _Receiver:
     def __init__(self, receiver: PullReceiver):
         self._receiver = receiver
 
-    def publish(self, params: Any, version: int, *, replacing: PyTree | None = None) -> Policy:
+    def publish(self, params: PyTree, version: int, *, replacing: PyTree | None = None) -> Policy:
         assert params is None, "a rollout process has nothing to send"
         return self._receiver.receive(version, replacing=replacing)
 

@@ -52,7 +52,7 @@ class ReplicaHead:
         for process in self._others:
             pod.channel.watch(pod.address(process), lambda process=process: self._lost(process))
 
-    def broadcast(self, name: str, args: Sequence[Any]) -> None:
+    def broadcast(self, name: str, args: Sequence[object]) -> None:
         """Sends a call to the other hosts, which make it; arguments are arrays, numbers, texts or lists of these."""
         arrays = {str(i): arg for i, arg in enumerate(args) if isinstance(arg, np.ndarray)}
         plain = [None if isinstance(arg, np.ndarray) else _plain(arg) for arg in args]
@@ -134,7 +134,7 @@ class _Follower:
         self._policy: Policy | None = None
         self._device: Device | None = None
 
-    def make(self, name: str, args: Sequence[Any]) -> None:
+    def make(self, name: str, args: Sequence[object]) -> None:
         """Makes one call.
 
         Raises:
@@ -180,7 +180,7 @@ class _Follower:
         self._cluster.rollout.sleep()
 
 
-def _plain(arg: Any) -> Any:
+def _plain(arg: object) -> object:
     """Converts an argument to values that JSON can hold: numbers, texts and lists."""
     if isinstance(arg, np.generic):
         return arg.item()

@@ -1,7 +1,6 @@
 """The reward model: scores samples on the rollout side, on its own mesh."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from podrl.data.template import TextPart, user_turn
 from podrl.data.tokenizer import Tokenizer, right_padded
+from podrl.mappings import TaskColumns
 from podrl.mesh import rules
 from podrl.mesh.build import check_one_host
 from podrl.models import decoder, scalar
@@ -76,7 +76,7 @@ class RewardModel:
 
         self._run = run
 
-    def score_samples(self, rollouts: Rollouts, fields: Mapping[str, Sequence[Any]]) -> Float[np.ndarray, " B"]:
+    def score_samples(self, rollouts: Rollouts, fields: TaskColumns) -> Float[np.ndarray, " B"]:
         """Scores every sample.
 
         Args:
@@ -94,7 +94,7 @@ class RewardModel:
             return self.score(rollouts.tokens_BT, rollouts.length_B)
         return self.score(*self._encoded([self._text(rollouts, fields, b) for b in range(len(rollouts.length_B))]))
 
-    def _text(self, rollouts: Rollouts, fields: Mapping[str, Sequence[Any]], b: int) -> TextPart:
+    def _text(self, rollouts: Rollouts, fields: TaskColumns, b: int) -> TextPart:
         """Formats a sample as text for the reward model, whose tokenizer is not the policy's."""
         assert self.own is not None
         if not self.own.has_chat_template or "question" not in fields:

@@ -23,7 +23,7 @@ from podrl.config import Elsewhere, as_settings, known_arguments, refused_argume
 from podrl.data.conversation import prompts_of
 from podrl.data.tokenizer import Tokenizer
 from podrl.engine.config import RolloutConfig, Sampling
-from podrl.mappings import ChatMessage
+from podrl.mappings import ChatMessage, Metrics
 from podrl.mesh.build import local_mesh
 from podrl.models.config import LoraConfig, ModelConfig
 from podrl.models.moe import check_mesh
@@ -89,7 +89,7 @@ class RLCluster:
         reference: Any = None,
         reward: Any = None,
         perf_config: Any = None,
-        lora: LoraConfig | Mapping[str, Any] | None = None,
+        lora: LoraConfig | Mapping[str, object] | None = None,
         seed: int = 0,
         link: PullLink | None = None,
         teachers: Mapping[Any, Sequence[str]] | None = None,
@@ -240,7 +240,7 @@ class RLCluster:
     # training loops of users. podrl's own loop scores packed rows instead, and its recorder writes the records.
 
     @refused_arguments(_UPDATED)
-    def update_actor(self, batch: Batch[Any]) -> dict[str, Any]:
+    def update_actor(self, batch: Batch[Any]) -> Metrics:
         """Makes one optimizer update with a batch on the actor's mesh; returns metrics, which stay on the device.
 
         Raises:
@@ -249,7 +249,7 @@ class RLCluster:
         return self.actor.update(batch)
 
     @refused_arguments(_UPDATED)
-    def update_critic(self, batch: Batch[CriticRows]) -> dict[str, Any]:
+    def update_critic(self, batch: Batch[CriticRows]) -> Metrics:
         """Makes one optimizer update of the critic with a packed host batch; returns metrics, which stay on the device.
 
         Raises:
@@ -260,14 +260,16 @@ class RLCluster:
         return self.critic.update(batch)
 
     @refused_arguments(_SCORED)
-    def get_actor_per_token_logps(self, tokens_BT: Int[np.ndarray, "B T"], length_B: Int[np.ndarray, " B"]) -> Any:
+    def get_actor_per_token_logps(
+        self, tokens_BT: Int[np.ndarray, "B T"], length_B: Int[np.ndarray, " B"]
+    ) -> np.ndarray:
         """Computes log p of each token of right-padded sequences by the actor, nats; 0 at index 0 and on padding."""
         return self.actor.sample_logprobs(tokens_BT, length_B, longest=self.config.longest)
 
     get_old_per_token_logps = get_actor_per_token_logps  # before an update the actor is the old policy
 
     @refused_arguments(_SCORED)
-    def get_ref_per_token_logps(self, tokens_BT: Int[np.ndarray, "B T"], length_B: Int[np.ndarray, " B"]) -> Any:
+    def get_ref_per_token_logps(self, tokens_BT: Int[np.ndarray, "B T"], length_B: Int[np.ndarray, " B"]) -> np.ndarray:
         """Computes log p, nats, of each token of right-padded sequences by the reference; 0 at index 0 and padding."""
         return self.actor.sample_logprobs(tokens_BT, length_B, longest=self.config.longest, reference=True)
 
@@ -332,7 +334,7 @@ class RLCluster:
         return self.rollout.generate(policy, prompts, group_size=group_size, step=step, sampling=sampling, **more)
 
     @refused_arguments(_STEPPED)
-    def buffer_metrics(self, metrics: Mapping[str, Any], mode: Mode = Mode.TRAIN) -> None:
+    def buffer_metrics(self, metrics: Metrics, mode: Mode = Mode.TRAIN) -> None:
         """Adds values by name to the next step's record; several values of one name are averaged.
 
         A pair (value, function) is reduced by its function of the list of all values instead.

@@ -7,6 +7,7 @@ import jax
 from podrl.cluster.config import ClusterConfig, Role
 from podrl.cluster.critic import Critic
 from podrl.data.tokenizer import Tokenizer
+from podrl.mappings import Metrics
 from podrl.models.config import LoraConfig, ModelConfig
 from podrl.models.pretrained import check_vocab
 from podrl.rundir.metrics import UserMetrics
@@ -77,6 +78,6 @@ class ScorerCluster:
     def state(self, state: TrainState) -> None:
         self.actor.state = state
 
-    def update_actor(self, batch: Batch[Any]) -> dict[str, Any]:
+    def update_actor(self, batch: Batch[Any]) -> Metrics:
         """Makes one optimizer update from a packed host batch; metrics stay on the device."""
         return self.actor.update(batch)

@@ -2,9 +2,9 @@
 
 import os
 from collections.abc import Sequence
-from typing import Any
 
 import jax.numpy as jnp
+from jax import Array
 from jax.sharding import Mesh
 
 from podrl.data.tokenizer import Tokenizer, foreign
@@ -80,7 +80,7 @@ class Teacher:
         self.model, self._params, self._backlog = decoder.config, decoder.params, Backlog()
         self._score = make_logprob_fn(decoder.config, mesh, temperature=temperature, dtype=training.dtype)
 
-    def logprobs(self, batch: Batch[Layout]) -> Any:
+    def logprobs(self, batch: Batch[Layout]) -> Array:
         """Scores every token of a packed host batch of the teacher's own ids: log p (A, B, T), nats, on its mesh."""
         found = self._score(self._params, unrouted(put_batch(batch, self.mesh)))
         self._backlog.add(found)

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import Array
 from jaxtyping import Float
 
 from podrl.algorithms import kl
@@ -85,7 +86,7 @@ class LossKL(_Coefficient):
         """Ratio of the adapted coefficient to the coefficient that the loss was built with, for PolicyRows.kl_scale."""
         return self.coef / self._beta if self.active else 1.0
 
-    def trained(self, kl_U: Sequence[Any], samples: int) -> dict[str, float]:
+    def trained(self, kl_U: Sequence[Array], samples: int) -> dict[str, float]:
         """Returns actor/kl_coef of the step just trained; adapts the coefficient for the next.
 
         Args:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
+from jax import Array
 from jax.sharding import Mesh
 
 from podrl.algorithms.distill import Distillation, IdRows, TaughtRows, TopKRows
@@ -22,11 +23,12 @@ from podrl.learner.hinted_batch import HintedBatch
 from podrl.learner.scoring import IdScores, ReferencedScores, Scores, SpanScores, policy_scores
 from podrl.learner.settings import GRPOConfig
 from podrl.learner.translated_batch import TranslatedBatch
+from podrl.mappings import Metrics
 from podrl.models.pretrained import check_positions
 from podrl.trainer import packing
 from podrl.trainer.pack_shape import PackShape
 from podrl.trainer.state import fetch
-from podrl.types import SOURCE, Batch, Experience, Layout, Rollouts, unrouted
+from podrl.types import SOURCE, Batch, Experience, Layout, PyTree, Rollouts, unrouted
 
 
 def make_grpo(
@@ -90,7 +92,7 @@ class DistilledGRPO(GRPO):
         return self._reward_kl.active or not self._exact, kept
 
     def _prepare(self) -> None:
-        def weigh(logprob_BT: Any, rows: Any) -> Any:
+        def weigh(logprob_BT: Array, rows: Any) -> tuple[Array, Array]:
             return self._loss.token_weights(logprob_BT, starting_from(self.old, logprob_BT, rows.alone))
 
         self.cluster.actor.prepare(self._token_loss(), weigh, self._teacher)
@@ -193,7 +195,7 @@ class DistilledGRPO(GRPO):
         dims = (1 + int(number_BT.max(initial=0)), self._teacher.top_k)
         id_XK, theirs_XK, longer = np.zeros(dims, np.int32), np.zeros(dims, np.float32), self._shape_on(actor.mesh)
 
-        def keep(value_XK: np.ndarray, number_ABT: np.ndarray, found_ABTK: Any) -> None:
+        def keep(value_XK: np.ndarray, number_ABT: np.ndarray, found_ABTK: Array) -> None:
             value_XK[number_ABT[number_ABT > 0]] = fetch(found_ABTK, actor.mesh)[number_ABT > 0]
 
         for chosen in self.mini_batches(step, 0, len(rollouts.length_B)):
@@ -228,16 +230,14 @@ class DistilledGRPO(GRPO):
         ]
         return np.unique(np.concatenate([own, *rows]))
 
-    def update(self, step: int, batches: Sequence[Batch[Any]], weighed: list[Any] | None = None) -> Mapping[str, Any]:
+    def update(self, step: int, batches: Sequence[Batch[Any]], weighed: list[PyTree] | None = None) -> Metrics:
         """Makes the updates of a step, and then moves the teacher if it is the policy's moving average."""
         metrics = super().update(step, batches, weighed)
         if self._teacher.teacher == "ema":
             self.cluster.actor.move_average(self._rate)
         return metrics
 
-    def advantages(
-        self, experience: Experience, scores: Scores, rewards: np.ndarray
-    ) -> tuple[np.ndarray, Mapping[str, Any]]:
+    def advantages(self, experience: Experience, scores: Scores, rewards: np.ndarray) -> tuple[np.ndarray, Metrics]:
         """Computes every sampled token's advantage: the rewards' part, and the teacher's unless it is in the loss."""
         mask_BT, teacher = experience.rollouts.mask_BT, self._of(experience)
         by_reward_BT = np.zeros_like(mask_BT)
@@ -256,7 +256,12 @@ class DistilledGRPO(GRPO):
         return dataclasses.replace(self._teacher, coef=coef, reward_coef=reward_coef)
 
     def _of_update(
-        self, advantage_BT: np.ndarray, experience: Experience, scores: Scores, loss_mask_BT: np.ndarray, chosen: Any
+        self,
+        advantage_BT: np.ndarray,
+        experience: Experience,
+        scores: Scores,
+        loss_mask_BT: np.ndarray,
+        chosen: np.ndarray,
     ) -> tuple[np.ndarray, Any]:
         """Selects an update's advantages; the teacher's part is a mean over tokens for every `loss_agg_mode`."""
         own_BT, weight = super()._of_update(advantage_BT, experience, scores, loss_mask_BT, chosen)
@@ -278,7 +283,7 @@ class DistilledGRPO(GRPO):
         experience: Experience,
         scores: Scores,
         loss_mask_BT: np.ndarray,
-        chosen: Any,
+        chosen: np.ndarray,
     ) -> Batch[Any]:
         """Puts rows on the mesh; with an exact divergence, also its weights and, for 'top_k', the teacher's numbers."""
         if self._exact:
@@ -296,7 +301,12 @@ class DistilledGRPO(GRPO):
         return Batch(rows, batch.micro_batches)
 
     def _taught(
-        self, placement: packing.Placement, rows: Any, experience: Experience, loss_mask_BT: np.ndarray, chosen: Any
+        self,
+        placement: packing.Placement,
+        rows: Any,
+        experience: Experience,
+        loss_mask_BT: np.ndarray,
+        chosen: np.ndarray,
     ) -> TaughtRows:
         """Adds the weight of each token's divergence to rows: `teacher_coef` of its source, as a mean over tokens."""
         weight_BT = (self._of_samples("teacher_coef", experience) * self._teachable(experience))[chosen]
@@ -334,7 +344,7 @@ def _compared(scores: Scores) -> tuple[np.ndarray, np.ndarray]:
     return scores.old_logprob_BT, cast(ReferencedScores, scores).ref_logprob_BT
 
 
-def _spans(scores: Scores, chosen: Any = slice(None)) -> np.ndarray | None:
+def _spans(scores: Scores, chosen: np.ndarray | slice = slice(None)) -> np.ndarray | None:
     """Returns the number of each token's span, (b, T); None if each token is compared by itself."""
     return scores.span_BT[chosen] if isinstance(scores, SpanScores) else None
 
@@ -358,4 +368,4 @@ class _TeacherView:
     view: HintedBatch | TranslatedBatch
     of_B: np.ndarray
     mesh: Mesh
-    score: Callable[[Batch[Layout]], Any]
+    score: Callable[[Batch[Layout]], Array]

@@ -17,6 +17,7 @@ from podrl.data.dialogue import Dialogue
 from podrl.engine.config import Sampling
 from podrl.learner.experience import places, share_of, take_prompts
 from podrl.learner.scored_text import scored_text
+from podrl.mappings import LogRecord
 from podrl.rewards.reference import majority
 from podrl.rewards.text import TextConfig
 from podrl.types import Policy, Prompts, Rollouts
@@ -89,7 +90,7 @@ _AS_SOURCE = ("path", "split", "template", "system_prompt", "question_field", "a
 _AS_SOURCE += ("arguments",)
 
 
-Scored = tuple[dict[str, np.ndarray], list[dict[str, Any]]]  # the result of `Evaluator.scores`
+Scored = tuple[dict[str, np.ndarray], list[LogRecord]]  # the result of `Evaluator.scores`
 
 
 @section(
@@ -198,7 +199,7 @@ class Evaluator:
         self.rewards, self._groups = rewards, groups
         self.keep: Callable[[int, Mapping[str, list[float | None]]], None] = lambda step, means: None
 
-    def __call__(self, policy: Policy, step: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    def __call__(self, policy: Policy, step: int) -> tuple[dict[str, float], list[LogRecord]]:
         """Returns (eval/* metrics of a policy, a few samples)."""
         scores, shown = self.scores(policy, step)
         self.keep(step, by_record(scores))
@@ -236,7 +237,7 @@ class Evaluator:
         prompt's samples; None allows a whole batch.
         """
         found: dict[str, np.ndarray] = {}
-        shown: list[dict[str, Any]] = []
+        shown: list[LogRecord] = []
         for eval_set in self._sets:
             batches = [cut for prompts in eval_set.batches if len((cut := share_of(prompts, *part)).length_P)]
             if not batches or self._nth(step) % eval_set.every:
@@ -282,7 +283,7 @@ class _Scores:
 
     def __init__(self, eval_set: HeldOut, name: str, samples: int):
         """Makes an empty collection; `samples` is the number of samples per prompt."""
-        self.samples, self.shown = samples, list[dict[str, Any]]()
+        self.samples, self.shown = samples, list[LogRecord]()
         self._set, self._name = eval_set, name
         self._values: dict[str, list[float]] = {}
 

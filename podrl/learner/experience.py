@@ -15,6 +15,7 @@ from jaxtyping import Int
 
 from podrl import groups
 from podrl.data.hint import TEACHER_PROMPT
+from podrl.mappings import SavedState, TaskColumns
 from podrl.rewards.compose import RewardServiceError
 from podrl.rollout.partial import PartialBatch, of_message, take_prompts
 from podrl.runtime.message import Message
@@ -261,7 +262,7 @@ def with_texts(experience: Experience, messages: Sequence[Message]) -> Experienc
     return dataclasses.replace(experience, rollouts=rollouts)
 
 
-def dump(batches: Sequence[Experience | PartialBatch]) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
+def dump(batches: Sequence[Experience | PartialBatch]) -> tuple[list[SavedState], dict[str, np.ndarray]]:
     """Turns batches into checkpoint content.
 
     Returns:
@@ -280,7 +281,7 @@ def _parts(experience: Experience) -> dict[str, Message]:
     return {"header": header(experience), "texts": texts(experience), "rows": rows(experience, every, ALL_ROWS)}
 
 
-def load(host: Sequence[Mapping[str, Any]], arrays: Mapping[str, np.ndarray], pad_id: int) -> list[Any]:
+def load(host: Sequence[SavedState], arrays: Mapping[str, np.ndarray], pad_id: int) -> list[Any]:
     """Restores the batches that `dump` stored; `pad_id` is the token id that pads the samples' rows."""
 
     def part(i: int, name: str) -> Message:
@@ -300,7 +301,7 @@ def load(host: Sequence[Mapping[str, Any]], arrays: Mapping[str, np.ndarray], pa
 
 
 def content(
-    host: Mapping[str, Any], arrays: Mapping[str, np.ndarray], *, pad_id: int
+    host: SavedState, arrays: Mapping[str, np.ndarray], *, pad_id: int
 ) -> tuple[bytes, dict[str, Any], list[Any]]:
     """Splits a checkpoint's content into (data stream's state, controllers' state, batches in flight).
 
@@ -343,7 +344,7 @@ def _group(message: Message) -> np.ndarray:
     return message.arrays.get("group_B", groups.complete(prompts, samples // max(prompts, 1)))
 
 
-def _fields(headers: Sequence[Message]) -> dict[str, Sequence[Any]]:
+def _fields(headers: Sequence[Message]) -> TaskColumns:
     """Joins the fields of prompts that training reads; prompts that lack a field of other prompts get None."""
     fields_of_headers = [(h.value.get("fields", {}), [None] * len(h.arrays["length_P"])) for h in headers]
     names = dict.fromkeys(name for fields, _ in fields_of_headers for name in fields)
@@ -380,7 +381,7 @@ def _blank_routes(headers: Sequence[Message], rows: int, width: int) -> np.ndarr
     return np.zeros((rows, width, size), np.uint8) if size else None
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> object:
     """Converts numpy numbers to Python's, so that the value can be written as JSON."""
     if isinstance(value, Mapping):
         return {k: plain(v) for k, v in value.items()}

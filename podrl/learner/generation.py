@@ -16,6 +16,7 @@ from podrl.environments.config import EnvironmentConfig
 from podrl.learner.experience import join, places, select, take_prompts
 from podrl.learner.scored_text import scored_text
 from podrl.learner.settings import AlgorithmConfig
+from podrl.mappings import EpisodeRecord, TaskColumns
 from podrl.rewards.batch import OpenBatch
 from podrl.rewards.compose import Rewards
 from podrl.rollout.group_player import with_counts
@@ -411,7 +412,7 @@ class Generator:
         self._end(batch, b, sample.stop, sample.completion, sample.episode, own)
 
     def _end(
-        self, batch: OpenBatch, b: int, stop: int, completion: str, episode: Mapping[str, Any], own: Sequence[int]
+        self, batch: OpenBatch, b: int, stop: int, completion: str, episode: EpisodeRecord, own: Sequence[int]
     ) -> None:
         """Passes a sample that has ended to the reward functions; with an environment, also turns and the model's text.
 
@@ -604,9 +605,7 @@ def of_the_others(reward_XB: np.ndarray, stop_B: np.ndarray, group_B: np.ndarray
     return replaced_XB
 
 
-def repeated(
-    text: Sequence[str], fields: Mapping[str, Sequence[Any]], group_B: np.ndarray
-) -> tuple[list[str], dict[str, list[Any]]]:
+def repeated(text: Sequence[str], fields: TaskColumns, group_B: np.ndarray) -> tuple[list[str], dict[str, list[Any]]]:
     """Returns the text and the fields of each sample's prompt, B values each, in the order of `group_B`."""
     of_samples = {name: groups.repeated(values, group_B) for name, values in fields.items()}
     return groups.repeated(text, group_B), of_samples

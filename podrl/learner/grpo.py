@@ -6,11 +6,12 @@ on packed mini-batches of samples, in one or several passes.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import jax
 import numpy as np
+from jax import Array
 from jax.sharding import Mesh
 
 from podrl.algorithms.echo import ObservedRows, with_observations
@@ -21,10 +22,11 @@ from podrl.cluster.rl_cluster import RLCluster
 from podrl.learner.control import LossKL, RewardKL
 from podrl.learner.scoring import ReferencedScores, Scores, policy_scores
 from podrl.learner.settings import GRPOConfig, PPOConfig
+from podrl.mappings import Metrics, SavedState
 from podrl.trainer import packing
 from podrl.trainer.pack_shape import PackShape, pack_shape
 from podrl.trainer.state import local_rows
-from podrl.types import SOURCE, Batch, Experience, Layout
+from podrl.types import SOURCE, Batch, Experience, Layout, PyTree
 
 
 class GRPO:
@@ -91,7 +93,7 @@ class GRPO:
     def _prepare(self) -> None:
         """Sets the actor's loss, and the function that computes the tokens' weights for the trace."""
 
-        def weigh(logprob_BT: Any, rows: Any) -> Any:
+        def weigh(logprob_BT: Array, rows: Any) -> tuple[Array, Array]:
             return self._loss.token_weights(logprob_BT, starting_from(self.old, logprob_BT, rows.alone))
 
         self.cluster.actor.prepare(self._token_loss(), weigh)
@@ -117,7 +119,7 @@ class GRPO:
         old = "sampler" if self.old == "sampler" else "trainer"
         return policy_scores(self.cluster, rollouts, self.shape, mini_batches, old=old)
 
-    def rewards(self, experience: Experience, scores: Scores) -> tuple[np.ndarray, Mapping[str, Any]]:
+    def rewards(self, experience: Experience, scores: Scores) -> tuple[np.ndarray, Metrics]:
         """Computes token rewards: rewards of turns on their tokens, the remaining reward on the last token, less the
         KL."""
         turn_reward_BT = experience.rollouts.turn_reward_BT
@@ -129,9 +131,7 @@ class GRPO:
         ref_BT = cast(ReferencedScores, scores).ref_logprob_BT
         return self._reward_kl.penalised(reward_BT, scores.old_logprob_BT, ref_BT, mask_BT)
 
-    def advantages(
-        self, experience: Experience, scores: Scores, rewards: np.ndarray
-    ) -> tuple[np.ndarray, Mapping[str, Any]]:
+    def advantages(self, experience: Experience, scores: Scores, rewards: np.ndarray) -> tuple[np.ndarray, Metrics]:
         """Computes every sampled token's advantage over the other samples of its prompt, times `reward_coef`."""
         weight = self._of_samples("reward_coef", experience)
         return weight * self._by_rewards(experience, rewards), self._source_metrics(experience)
@@ -155,13 +155,13 @@ class GRPO:
                 advantage_BT[rows_B] = estimator(*chosen, group_B=rollouts.group_B[rows_B])
         return advantage_BT
 
-    def _of_samples(self, name: str, experience: Experience, chosen: Any = slice(None)) -> Any:
+    def _of_samples(self, name: str, experience: Experience, chosen: np.ndarray | slice = slice(None)) -> Any:
         """Reads a setting: a number, or one number per chosen sample, (b, 1), if sources have different settings."""
         if not self._mixed:
             return getattr(self._config, name)
         return self._config.of_samples(lambda part: getattr(part, name), experience)[chosen, None]
 
-    def _source_metrics(self, experience: Experience) -> Mapping[str, Any]:
+    def _source_metrics(self, experience: Experience) -> Metrics:
         """Counts the tokens of each component of a mixture's loss, and the samples and rewards of each source."""
         if not self._mixed:
             return {}
@@ -237,14 +237,21 @@ class GRPO:
         return batches
 
     def _of_update(
-        self, advantage_BT: np.ndarray, experience: Experience, scores: Scores, loss_mask_BT: np.ndarray, chosen: Any
+        self,
+        advantage_BT: np.ndarray,
+        experience: Experience,
+        scores: Scores,
+        loss_mask_BT: np.ndarray,
+        chosen: np.ndarray,
     ) -> tuple[np.ndarray, Any]:
         """Returns the weighted advantages of an update's samples, and the weight of each sample's token losses."""
         del scores
         weight_B1, factor = self._weight_of_rewards(experience, loss_mask_BT, chosen)
         return factor * advantage_BT[chosen], factor * weight_B1
 
-    def _weight_of_rewards(self, experience: Experience, loss_mask_BT: np.ndarray, chosen: Any) -> tuple[Any, float]:
+    def _weight_of_rewards(
+        self, experience: Experience, loss_mask_BT: np.ndarray, chosen: np.ndarray
+    ) -> tuple[Any, float]:
         """Returns `reward_coef` of an update's samples, and a factor that corrects the divisor of the loss.
 
         The loss is divided by the tokens (or sequences, as `loss_agg_mode` says) of all samples. With the factor, the
@@ -263,7 +270,7 @@ class GRPO:
         experience: Experience,
         scores: Scores,
         loss_mask_BT: np.ndarray,
-        chosen: Any,
+        chosen: np.ndarray,
     ) -> Batch[Any]:
         """Puts the rows of an update on the mesh, and adds old and reference log-probabilities computed there."""
         del experience, scores, loss_mask_BT, chosen
@@ -278,9 +285,7 @@ class GRPO:
             return rows
         return dataclasses.replace(rows, old_logprob_BT=self.cluster.actor.logprobs(layout))
 
-    def update(
-        self, step: int, batches: Sequence[Batch[PolicyRows]], weighed: list[Any] | None = None
-    ) -> Mapping[str, Any]:
+    def update(self, step: int, batches: Sequence[Batch[PolicyRows]], weighed: list[PyTree] | None = None) -> Metrics:
         """Makes one optimizer update per batch, then adapts the coefficient of the KL in the loss.
 
         Args:
@@ -360,11 +365,11 @@ class GRPO:
             ("rollout/tokens_per_s", "tok/s"),
         ]
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> SavedState:
         """Returns the adaptive coefficients, for a checkpoint."""
         return {name: control.state() for name, control in self._kl_controls()}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: SavedState) -> None:
         """Restores the adaptive coefficients of a checkpoint."""
         for name, control in self._kl_controls():
             if name in state:  # a coefficient that was still fixed when the checkpoint was saved is not in it
@@ -375,6 +380,6 @@ class GRPO:
         return reward + [("loss_kl", self._loss_kl)] * self._loss_kl.steered
 
 
-def gathered(collected: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+def gathered(collected: Sequence[Metrics]) -> dict[str, list[Any]]:
     """Collects metrics of several updates by name, still on the device: a mean there would be a program per metric."""
     return {name: [metrics[name] for metrics in collected] for name in collected[0]}

@@ -1,14 +1,13 @@
 """Chooses the instructions before a question: the reference text, if a reward function reads the tags it describes."""
 
 from collections.abc import Iterable
-from typing import Any
 
 from podrl.data.template import SYSTEM_PROMPT
 from podrl.rewards import reasoning
 from podrl.rewards.reference import BUILT_IN
 
 
-def instructions_for(fns: Iterable[Any]) -> str:
+def instructions_for(fns: Iterable[object]) -> str:
     """Returns the reference text if a built-in function that reads its tags is among `fns`, else ''.
 
     Args:

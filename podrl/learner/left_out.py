@@ -1,7 +1,5 @@
 """Counts the samples that train the policy, and, by reason, the samples that do not."""
 
-from typing import Any
-
 import numpy as np
 from jaxtyping import Float, Int
 
@@ -27,7 +25,7 @@ def left_out(
     idle_B &= config.of_samples(lambda part: part.advantage_alone, experience)
     alone_B = config.of_samples(lambda part: part.policy_alone, experience)
     warmup = config.critic_warmup if isinstance(config, PPOConfig) else 0
-    found: dict[Any, Any] = {
+    found: dict[LeftOut, np.ndarray] = {
         LeftOut.STALE: (experience.lost_B == LeftOut.STALE) & alone_B,
         LeftOut.CRITIC_WARMUP: np.full(len(masked_B), step < warmup),
         LeftOut.EQUAL_REWARDS: idle_B & equal_B,

@@ -9,9 +9,10 @@ evaluations, and whether the run must stop (podrl/learner/recorder.py). Every pr
 import collections
 import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
+from podrl.mappings import Metrics
 from podrl.types import Policy
 
 
@@ -73,11 +74,11 @@ class Algorithm(Protocol):
         """Scores the batch under the weights before the step's first update: log-probabilities, nats (and values)."""
         ...
 
-    def rewards(self, experience: Any, scores: Any) -> tuple[Any, Mapping[str, Any]]:
+    def rewards(self, experience: Any, scores: Any) -> tuple[Any, Metrics]:
         """Computes token rewards, less the KL to the reference if it is in the reward; and metrics about rewards."""
         ...
 
-    def advantages(self, experience: Any, scores: Any, rewards: Any) -> tuple[Any, Mapping[str, Any]]:
+    def advantages(self, experience: Any, scores: Any, rewards: Any) -> tuple[Any, Metrics]:
         """Computes every token's advantage, and metrics about advantages."""
         ...
 
@@ -85,7 +86,7 @@ class Algorithm(Protocol):
         """Packs samples into rows: one batch of rows per update, (passes over the samples) x (mini-batches) in all."""
         ...
 
-    def update(self, step: int, batches: Sequence[Any]) -> Mapping[str, Any]:
+    def update(self, step: int, batches: Sequence[Any]) -> Metrics:
         """Makes one optimizer update per batch; metrics stay on the device, as lists over the updates."""
         ...
 
@@ -101,11 +102,11 @@ class Recorder(Protocol):
         """
         ...
 
-    def stage(self, name: str) -> contextlib.AbstractContextManager[Any]:
+    def stage(self, name: str) -> contextlib.AbstractContextManager[object]:
         """Names a stage of the step for the watchdog, and times the stage as metric time/`name`."""
         ...
 
-    def record(self, step: int, experience: Any, metrics: Mapping[str, Any]) -> None:
+    def record(self, step: int, experience: Any, metrics: Metrics) -> None:
         """Records a step; its metrics are copied to the host and written at the end of the next step."""
         ...
 
@@ -199,7 +200,7 @@ def train(rollouts: RolloutSource, algorithm: Algorithm, recorder: Recorder, sch
     return step
 
 
-def learn(algorithm: Algorithm, step: int, experience: Any) -> Mapping[str, Any]:
+def learn(algorithm: Algorithm, step: int, experience: Any) -> Metrics:
     """Trains one step: rewards -> advantages -> packed batches -> updates; the updates' metrics stay on the device."""
     scores = algorithm.score(step, experience)
     rewards, of_rewards = algorithm.rewards(experience, scores)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import jax
@@ -15,8 +15,9 @@ from podrl.cluster.rl_cluster import RLCluster
 from podrl.learner.grpo import GRPO, gathered
 from podrl.learner.scoring import Scores, compared
 from podrl.learner.settings import PPOConfig
+from podrl.mappings import Metrics
 from podrl.trainer import packing
-from podrl.types import Batch, Experience
+from podrl.types import Batch, Experience, PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,13 +73,13 @@ class PPO:
             value_BT[chosen] = placement.unpack(self._critic.values(batch), len(value_BT[0]))
         return PPOScores(scores, np.where(rollouts.mask_BT > 0, value_BT, 0.0).astype(np.float32))
 
-    def rewards(self, experience: Experience, scores: PPOScores) -> tuple[np.ndarray, Mapping[str, Any]]:
+    def rewards(self, experience: Experience, scores: PPOScores) -> tuple[np.ndarray, Metrics]:
         """Computes token rewards as GRPO does; the KL to the reference is always in the reward."""
         return self.policy.rewards(experience, scores.policy)
 
     def advantages(
         self, experience: Experience, scores: PPOScores, rewards: np.ndarray
-    ) -> tuple[tuple[np.ndarray, np.ndarray], Mapping[str, Any]]:
+    ) -> tuple[tuple[np.ndarray, np.ndarray], Metrics]:
         """Computes (advantage, return) of every sampled token by generalised advantage estimation."""
         config, mask_BT, value_BT = self._config, experience.rollouts.mask_BT, scores.value_BT
         token: Any = rewards.astype(np.float32)
@@ -109,7 +110,7 @@ class PPO:
             return PPOBatches(critic, self._compared_batches(step, experience, scores.policy, advantage_BT))
         return PPOBatches(critic, self.policy.pack(step, experience, scores.policy, advantage_BT))
 
-    def update(self, step: int, batches: PPOBatches, weighed: list[Any] | None = None) -> Mapping[str, Any]:
+    def update(self, step: int, batches: PPOBatches, weighed: list[PyTree] | None = None) -> Metrics:
         """Updates the critic, then the actor; `weighed` is as in GRPO, but stays empty while only the critic learns."""
         metrics: dict[str, Any] = gathered([self._cluster.update_critic(batch) for batch in batches.critic])
         if step < self._config.critic_warmup:
@@ -160,9 +161,7 @@ class PPO:
         return batches
 
 
-def _spread(
-    value_BT: np.ndarray, return_BT: np.ndarray, advantage_BT: np.ndarray, mask_BT: np.ndarray
-) -> dict[str, Any]:
+def _spread(value_BT: np.ndarray, return_BT: np.ndarray, advantage_BT: np.ndarray, mask_BT: np.ndarray) -> Metrics:
     """Measures the explained variance of the values (1: exact, 0: no better than a constant) and the spread of
     advantages."""
     keep_BT = mask_BT > 0

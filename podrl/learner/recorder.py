@@ -30,7 +30,7 @@ from podrl.types import Policy
 
 _CURRICULUM = "curriculum."  # prefix of the curriculum's arrays in a checkpoint
 # Scores a policy after a step: eval/* metrics and a few samples; None if another process has them.
-Evaluate = Callable[[Policy, int], tuple[dict[str, float], list[dict[str, Any]]] | None]
+Evaluate = Callable[[Policy, int], tuple[dict[str, float], list[LogRecord]] | None]
 
 
 class BesideTraining(Protocol):
@@ -40,7 +40,7 @@ class BesideTraining(Protocol):
         """Begins the evaluation of a policy after a step."""
         ...
 
-    def evaluated(self, *, wait: bool) -> tuple[int, dict[str, float], list[dict[str, Any]]] | None:
+    def evaluated(self, *, wait: bool) -> tuple[int, dict[str, float], list[LogRecord]] | None:
         """Returns (step, eval/* metrics, a few samples) of the evaluation that was begun; None while it lasts.
 
         Each evaluation is returned once.
@@ -294,7 +294,7 @@ class Recorder:
             self._write_evaluation(*result, times={})
 
     def _write_evaluation(
-        self, step: int, metrics: dict[str, float], samples: list[dict[str, Any]], times: dict[str, float]
+        self, step: int, metrics: dict[str, float], samples: list[LogRecord], times: dict[str, float]
     ) -> None:
         if self._gauges is not None:
             self._gauges.see(times)

@@ -11,6 +11,7 @@ from podrl.data.pools import Curriculum
 from podrl.learner.control import MismatchGate
 from podrl.learner.generation import repeated
 from podrl.learner.settings import GRPOConfig, PPOConfig
+from podrl.mappings import EpisodeRecord, JsonObject, LogRecord, TurnRecord
 from podrl.rundir.metrics import UserMetrics
 from podrl.types import STOP_CALLS, STOP_DEADLINE, STOP_LENGTH, Experience, Rollouts
 
@@ -107,7 +108,7 @@ class SampleReport:
         values |= derived(values)
         return {name: value for name, value in divided(values).items() if not name.startswith("sampler/moment_")}
 
-    def samples(self, experience: Experience) -> Sequence[Mapping[str, Any]]:
+    def samples(self, experience: Experience) -> Sequence[LogRecord]:
         """Makes a record of the first sample of every prompt with valid rewards: text, rewards, group and answer."""
         rollouts, rewarded_B, named_P = experience.rollouts, experience.rewarded(), self._groups_of(experience.rollouts)
         truth_P = rollouts.prompts.fields.get("answer", [None] * len(named_P))
@@ -143,7 +144,7 @@ class SampleReport:
         batch_prompts, counted = experience.rollouts.prompts, np.flatnonzero(experience.rewarded()).tolist()
         prompts, fields = repeated(batch_prompts.text, batch_prompts.fields, experience.rollouts.group_B)
         chosen = {name: [values[b] for b in counted] for name, values in fields.items()}
-        named: dict[str, Any] = {}
+        named: dict[str, object] = {}
         for fn in self._metric_fns:
             completions = [experience.rollouts.completions[b] for b in counted]
             rewards = experience.reward_B[counted].tolist()
@@ -164,7 +165,7 @@ def episode_metrics(rollouts: Rollouts) -> dict[str, float]:
         episodes = [episode for episode, stop in lost if stop == STOP_DEADLINE]
     if not episodes:
         return {}
-    by: dict[str, list[Mapping[str, Any]]] = {}
+    by: dict[str, list[TurnRecord]] = {}
     for turn in (turn for episode in episodes for turn in episode["turns"]):
         known = turn.get("failed") not in ("no_call", "unknown_tool")  # otherwise the model invented the name in `by`
         by.setdefault(turn["by"] if known else "unknown", []).append(turn)
@@ -198,6 +199,6 @@ def episode_metrics(rollouts: Rollouts) -> dict[str, float]:
     return metrics | front | {f"env/{name}": mean for name, mean in means.items() if name not in front}
 
 
-def _turns(episode: Mapping[str, Any]) -> dict[str, Any]:
+def _turns(episode: EpisodeRecord) -> JsonObject:
     """Returns the turns for a sample's record, if the sample has an environment."""
     return {"turns": episode["turns"]} if episode["turns"] else {}

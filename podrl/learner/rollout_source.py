@@ -14,6 +14,7 @@ from podrl.learner.pods.host import HostRollouts
 from podrl.learner.pods.trainer import RemoteRollouts
 from podrl.learner.recorder import ResumableStream
 from podrl.learner.rollouts import Generate, LocalRollouts
+from podrl.mappings import Span
 from podrl.rollout.clock import TokenClock, WallClock
 from podrl.rollout.journal import WallJournal
 from podrl.rundir.run import Run
@@ -159,7 +160,7 @@ def share_spans(pod: Pod, run: Run) -> None:
             run.tracing.add_spans(message.value)
         return Message()
 
-    def send(spans: list[dict[str, Any]]) -> None:
+    def send(spans: list[Span]) -> None:
         pod.channel.request(pod.address(LEADER), "call", "spans", Message(spans))
 
     if pod.leads:

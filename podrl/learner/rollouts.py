@@ -9,6 +9,7 @@ import jax
 from podrl.cluster.rl_cluster import RLCluster
 from podrl.learner.loop import InFlight, Start
 from podrl.learner.recorder import Evaluate, ResumableStream
+from podrl.mappings import LogRecord
 from podrl.rollout.batches import BatchMaker, ready
 from podrl.rollout.clock import ONE_WINDOW, TokenClock, WallClock
 from podrl.rundir.run import Run
@@ -37,7 +38,7 @@ class GeneratingSource(Protocol):
         """Reads the next batch from this process's data."""
         ...
 
-    def evaluate(self, policy: Policy, step: int) -> tuple[dict[str, float], list[dict[str, Any]]] | None: ...
+    def evaluate(self, policy: Policy, step: int) -> tuple[dict[str, float], list[LogRecord]] | None: ...
 
     def close(self) -> None: ...
 
@@ -105,7 +106,7 @@ class LocalRollouts:
         with self._run.watchdog.stage("data"):
             return next(self._stream)
 
-    def evaluate(self, policy: Policy, step: int) -> tuple[dict[str, float], list[dict[str, Any]]] | None:
+    def evaluate(self, policy: Policy, step: int) -> tuple[dict[str, float], list[LogRecord]] | None:
         assert self._evaluator is not None
         return self._evaluator(policy, step)
 
@@ -132,7 +133,7 @@ class OfflineBatches:
     def submit(self, policy: Policy, step: int) -> InFlight:
         return ready(self._source.next_batch())
 
-    def evaluate(self, policy: Policy, step: int) -> tuple[dict[str, float], list[dict[str, Any]]] | None:
+    def evaluate(self, policy: Policy, step: int) -> tuple[dict[str, float], list[LogRecord]] | None:
         """Moves the weights, which `publish` does not do here, and evaluates them."""
         del policy
         return self._source.evaluate(self._source.move(step, in_place=False), step)

@@ -23,7 +23,7 @@ REWARD_NAME = "environment"  # name of the reward that environments give
 ERRORS = "servers"  # folder of the standard error of MCP servers that are started by command
 
 
-def environment_config(environment: Any) -> EnvironmentConfig:
+def environment_config(environment: object) -> EnvironmentConfig:
     """Makes the settings of an environment from a name, settings, a ToolEnvironment, or None for no environment.
 
     Raises:

@@ -1,10 +1,9 @@
 """The text of a sample that reward functions and accuracies read: the model's own words, without words of tools."""
 
-from collections.abc import Mapping
-from typing import Any
+from podrl.mappings import EpisodeRecord
 
 
-def scored_text(completion: str, episode: Mapping[str, Any]) -> str:
+def scored_text(completion: str, episode: EpisodeRecord) -> str:
     """Removes the words of tools and environments, so that they never count as the model's answer.
 
     Args:

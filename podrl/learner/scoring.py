@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -11,6 +10,7 @@ from jaxtyping import Array, Float, Int
 from podrl.algorithms.mismatch import mismatch
 from podrl.algorithms.policy_rows import PolicyRows
 from podrl.cluster.rl_cluster import RLCluster
+from podrl.mappings import Metrics
 from podrl.trainer import packing
 from podrl.trainer.pack_shape import PackShape
 from podrl.trainer.state import fetch
@@ -104,7 +104,7 @@ def policy_scores(
     return ReferencedScores(old_BT, ref_BT)
 
 
-def compared(batches: Sequence[Batch[PolicyRows]]) -> list[dict[str, Any]]:
+def compared(batches: Sequence[Batch[PolicyRows]]) -> list[Metrics]:
     """Measures `mismatch` on batches without an update; their old log-probabilities are the trainer's.
 
     It waits for each batch before the next, so that programs do not pile up on the device.

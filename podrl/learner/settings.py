@@ -17,6 +17,7 @@ from podrl.algorithms.policy_loss import PENALISED, KLLossSettings, LossSettings
 from podrl.algorithms.shaping import overlong_penalty
 from podrl.config import Count, Finite, Natural, NonNegative, Positive, Range, plural, section
 from podrl.engine.config import RolloutConfig
+from podrl.mappings import ConfigValues
 from podrl.trainer import custom
 from podrl.types import SOURCE, STOP_DEADLINE, STOP_LENGTH, Experience, LeftOut, Rollouts
 
@@ -418,7 +419,7 @@ class GRPOConfig(AlgorithmConfig, KLLossSettings, GroupSettings):
     teacher_top_k: Count = 64
     reward_coef: NonNegative = 1.0
     observation_coef: NonNegative = 0.0
-    sources: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict, hash=False)
+    sources: Mapping[str, ConfigValues] = dataclasses.field(default_factory=dict, hash=False)
 
     def __post_init__(self):
         super().__post_init__()
@@ -502,7 +503,7 @@ class GRPOConfig(AlgorithmConfig, KLLossSettings, GroupSettings):
                     "none: set grpo.advantage_estimator='remax', too, or choose another."
                 )
 
-    def _part(self, own: Mapping[str, Any]) -> "GRPOConfig":
+    def _part(self, own: ConfigValues) -> "GRPOConfig":
         """Makes the settings of a source's samples from the values that the source sets."""
         taught = own.get("teacher_coef", self.teacher_coef)
         teacher = {} if taught else {"teacher_kl": "sampled", "teacher": "reference"}

@@ -12,10 +12,11 @@ import numpy as np
 from podrl.data.pools import Curriculum
 from podrl.learner.left_out import counted, left_out
 from podrl.learner.settings import GRPOConfig, PPOConfig
+from podrl.mappings import Metrics
 from podrl.rundir import trace
 from podrl.rundir.run import Run
 from podrl.trainer import packing
-from podrl.types import Experience
+from podrl.types import Experience, PyTree
 
 
 class TracedAlgorithm:
@@ -81,12 +82,12 @@ class TracedAlgorithm:
         with self._run.spans.span("score", lane="trainer"):
             return self._algorithm.pack(step, experience, scores, advantages)
 
-    def update(self, step: int, batches: Any) -> Mapping[str, Any]:
+    def update(self, step: int, batches: Any) -> Metrics:
         tracing, traced, extras = self._run.tracing, self._run.traced, self._extras
         self._extras = None
         if traced is None or not traced.weighs(step + 1):
             return {**self._algorithm.update(step, batches), **self._counted}
-        weighed: list[Any] = []
+        weighed: list[PyTree] = []
         metrics = self._algorithm.update(step, batches, weighed)
         if weighed and tracing is not None and extras is not None:
             columns = {**extras[1].columns, **self._weights(step, extras[0], weighed)}
@@ -122,7 +123,7 @@ class TracedAlgorithm:
 
         return fetched
 
-    def _weights(self, step: int, experience: Experience, weighed: Sequence[Any]) -> dict[str, np.ndarray]:
+    def _weights(self, step: int, experience: Experience, weighed: Sequence[PyTree]) -> dict[str, np.ndarray]:
         """Returns every token's weight in the update, and whether it was clipped, (B, T) each; means over passes."""
         rollouts = experience.rollouts
         found = {name: np.zeros(rollouts.tokens_BT.shape, np.float32) for name in trace.WEIGHTS}

@@ -10,7 +10,7 @@ import re
 import statistics
 from collections.abc import Callable
 
-from podrl.mappings import LogRecord, Record
+from podrl.mappings import LogRecord
 from podrl.rundir.history import WINDOW, Past, average, number
 
 # Thresholds; docs/doctor.md states them.
@@ -628,7 +628,7 @@ def _since_first(
     return f"{name} is {average(values):.3g}{unit} over {WINDOW} steps, and was {first:.3g} in the first ones"
 
 
-def _saturated(now: Record, past: Past) -> bool:
+def _saturated(now: LogRecord, past: Past) -> bool:
     """Returns True if rewards hardly differ any more and are higher than in the first steps."""
     stds, start, mean = past.recent(now, "reward/std"), past.at_first("reward/std"), past.at_first("reward/mean")
     if not stds or not start or mean is None:

@@ -1,11 +1,12 @@
 """Learns from judged answers: DPO and ORPO from pairs of a better and a worse answer, KTO from labelled answers."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import jax
 import numpy as np
+from jax import Array
 
 from podrl.algorithms.dpo import WeightedRows, dpo, weighted_likelihood
 from podrl.algorithms.kto import kto
@@ -15,10 +16,11 @@ from podrl.config import Count, Positive, Range, section
 from podrl.data.labels import LabelledBatch
 from podrl.data.sft import SFTBatch
 from podrl.learner.answers.supervised import updated
+from podrl.mappings import Metrics, SavedState
 from podrl.trainer import packing
 from podrl.trainer.pack_shape import PackShape
 from podrl.trainer.state import fetch
-from podrl.types import Batch
+from podrl.types import Batch, Layout
 
 
 @section("dpo")
@@ -121,7 +123,7 @@ class JudgedAnswers:
             cluster.keep_reference()
         cluster.actor.prepare(weighted_likelihood)
 
-    def rewards(self, experience: Any, scores: Any) -> tuple[None, Mapping[str, Any]]:
+    def rewards(self, experience: Any, scores: Any) -> tuple[None, Metrics]:
         """Returns no rewards: a pair or a label says which answers are better, not how good they are."""
         return None, {}
 
@@ -138,13 +140,13 @@ class JudgedAnswers:
         )
         return [self._cluster.actor.put(placement.batch(rows))]
 
-    def update(self, step: int, batches: Sequence[Batch[Any]]) -> Mapping[str, Any]:
+    def update(self, step: int, batches: Sequence[Batch[Any]]) -> Metrics:
         return updated(self._cluster, batches)
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> SavedState:
         return {}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: SavedState) -> None:
         """Restores nothing: no state adapts between steps."""
 
     def _alone(self, experience: SFTBatch) -> AnswerScores:
@@ -162,16 +164,16 @@ class JudgedAnswers:
             logprob_B, placement, self._sums(placement, mask_BT, actor.reference_logprobs(batch))
         )
 
-    def _placed(self, tokens_BT: np.ndarray, length_B: np.ndarray) -> tuple[packing.Placement, Batch[Any]]:
+    def _placed(self, tokens_BT: np.ndarray, length_B: np.ndarray) -> tuple[packing.Placement, Batch[Layout]]:
         placement = packing.place(length_B, self._shape)
         return placement, self._cluster.actor.put(placement.batch(placement.layout(tokens_BT)))
 
-    def _sums(self, placement: packing.Placement, mask_BT: np.ndarray, values_ABT: Any) -> np.ndarray:
+    def _sums(self, placement: packing.Placement, mask_BT: np.ndarray, values_ABT: Array) -> np.ndarray:
         values_BT = placement.unpack(fetch(values_ABT, self._cluster.actor_mesh), mask_BT.shape[1])
         return np.where(mask_BT > 0, values_BT, 0.0).sum(axis=1)
 
 
-def _of_pairs(found: Any, logprob_P2: np.ndarray, *, prefix: str) -> tuple[np.ndarray, Mapping[str, Any]]:
+def _of_pairs(found: Any, logprob_P2: np.ndarray, *, prefix: str) -> tuple[np.ndarray, Metrics]:
     """Returns the weights of pairs' answers (2 P,), and metrics whose names begin with `prefix`.
 
     Args:
@@ -210,7 +212,7 @@ class DPO(JudgedAnswers):
 
     def advantages(
         self, experience: SFTBatch, scores: ReferencedAnswerScores, rewards: None
-    ) -> tuple[np.ndarray, Mapping[str, Any]]:
+    ) -> tuple[np.ndarray, Metrics]:
         """Computes each answer's weight in the policy gradient, from the derivative of the loss."""
         config, logprob_P2 = self._config, scores.logprob_B.reshape(-1, 2)
         pair: Any = (logprob_P2, scores.ref_logprob_B.reshape(-1, 2))
@@ -239,9 +241,7 @@ class ORPO(JudgedAnswers):
         """Scores both answers of every pair under the policy."""
         return self._alone(experience)
 
-    def advantages(
-        self, experience: SFTBatch, scores: AnswerScores, rewards: None
-    ) -> tuple[np.ndarray, Mapping[str, Any]]:
+    def advantages(self, experience: SFTBatch, scores: AnswerScores, rewards: None) -> tuple[np.ndarray, Metrics]:
         """Computes each answer's weight in the policy gradient, from the derivative of the loss."""
         logprob_P2 = scores.logprob_B.reshape(-1, 2)
         length_P2: Any = np.maximum((experience.mask_BT > 0).sum(axis=1), 1).reshape(-1, 2).astype(np.float32)
@@ -272,7 +272,7 @@ class KTO(JudgedAnswers):
 
     def advantages(
         self, experience: LabelledBatch, scores: tuple[ReferencedAnswerScores, ReferencedAnswerScores], rewards: None
-    ) -> tuple[np.ndarray, Mapping[str, Any]]:
+    ) -> tuple[np.ndarray, Metrics]:
         """Computes each answer's weight in the policy gradient, from the derivative of the loss."""
         config, good_B = self._config, experience.desirable_B
         own_B, other_B = (x.logprob_B - x.ref_logprob_B for x in scores)

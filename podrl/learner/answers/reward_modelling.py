@@ -2,7 +2,7 @@
 right."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import jax
@@ -14,6 +14,7 @@ from podrl.config import Count, Range, section
 from podrl.data.sft import SFTBatch
 from podrl.learner.answers.supervised import updated
 from podrl.learner.evaluate import summarised
+from podrl.mappings import LogRecord, Metrics, SavedState
 from podrl.trainer import packing
 from podrl.trainer.pack_shape import PackShape
 from podrl.types import Batch, Policy
@@ -69,12 +70,10 @@ class RewardModelling:
         score_B = score_BT[np.arange(len(score_BT)), experience.length_B - 1]
         return PairScores(score_B.reshape(-1, 2), placement)
 
-    def rewards(self, experience: SFTBatch, scores: PairScores) -> tuple[None, Mapping[str, Any]]:
+    def rewards(self, experience: SFTBatch, scores: PairScores) -> tuple[None, Metrics]:
         return None, {}
 
-    def advantages(
-        self, experience: SFTBatch, scores: PairScores, rewards: None
-    ) -> tuple[np.ndarray, Mapping[str, Any]]:
+    def advantages(self, experience: SFTBatch, scores: PairScores, rewards: None) -> tuple[np.ndarray, Metrics]:
         """Computes the weight of each answer's score, from the derivative of the loss."""
         inputs: Any = scores.score_P2
         found = jax.device_get(bradley_terry(inputs))
@@ -101,7 +100,7 @@ class RewardModelling:
         )
         return [placement.batch(rows)]
 
-    def update(self, step: int, batches: Sequence[Batch[Any]]) -> Mapping[str, Any]:
+    def update(self, step: int, batches: Sequence[Batch[Any]]) -> Metrics:
         return updated(self._cluster, batches)
 
     def evaluator(self, batches: Sequence[SFTBatch]) -> "PairEvaluator":
@@ -117,10 +116,10 @@ class RewardModelling:
             ("actor/lr", "lr"),
         )
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> SavedState:
         return {}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: SavedState) -> None:
         """Restores nothing: no state adapts between steps."""
 
 
@@ -131,12 +130,12 @@ class PairEvaluator:
         """Stores the model and the held-out pairs."""
         self._algorithm, self._batches = algorithm, batches
 
-    def __call__(self, policy: Policy, step: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    def __call__(self, policy: Policy, step: int) -> tuple[dict[str, float], list[LogRecord]]:
         """Returns (eval/* metrics of the model as it is, a few answers with their scores)."""
         score_P2 = np.concatenate([self._algorithm.score(step, batch).score_P2 for batch in self._batches])
         margin_P = score_P2[:, 0] - score_P2[:, 1]
         texts = [text for batch in self._batches for text in batch.text]
-        shown = [
+        shown: list[LogRecord] = [
             {"evaluation": "pairs", "text": text, "score": float(score), "chosen": not i % 2}
             for i, (text, score) in enumerate(zip(texts, score_P2.ravel(), strict=True))
         ]

@@ -8,6 +8,7 @@ import jax
 from podrl.cluster.rl_cluster import RLCluster
 from podrl.cluster.scorer import ScorerCluster
 from podrl.data.sft import SFTBatch, SFTConfig
+from podrl.mappings import LogRecord, Metrics, SavedState
 from podrl.trainer import packing
 from podrl.trainer.objective import CrossEntropy, SupervisedRows
 from podrl.trainer.pack_shape import PackShape
@@ -30,10 +31,10 @@ class SFT:
     def score(self, step: int, experience: SFTBatch) -> None:
         return None
 
-    def rewards(self, experience: SFTBatch, scores: None) -> tuple[None, Mapping[str, Any]]:
+    def rewards(self, experience: SFTBatch, scores: None) -> tuple[None, Metrics]:
         return None, {}
 
-    def advantages(self, experience: SFTBatch, scores: None, rewards: None) -> tuple[None, Mapping[str, Any]]:
+    def advantages(self, experience: SFTBatch, scores: None, rewards: None) -> tuple[None, Metrics]:
         return None, {}
 
     def pack(self, step: int, experience: SFTBatch, scores: None, advantages: None) -> list[Batch[SupervisedRows]]:
@@ -42,17 +43,17 @@ class SFT:
         rows = SupervisedRows(layout=placement.layout(experience.tokens_BT), mask_BT=mask_BT)
         return [self._cluster.actor.put(placement.batch(rows))]
 
-    def update(self, step: int, batches: Sequence[Batch[Any]]) -> Mapping[str, Any]:
+    def update(self, step: int, batches: Sequence[Batch[Any]]) -> Metrics:
         return updated(self._cluster, batches)
 
     def watched(self) -> Sequence[tuple[str, str]]:
         """Lists (metric, label) pairs of the progress line."""
         return (("sft/loss", "loss"), ("actor/grad_norm", "grad norm"), ("actor/lr", "lr"))
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> SavedState:
         return {}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: SavedState) -> None:
         """Restores nothing: no state adapts between steps."""
 
 
@@ -69,7 +70,7 @@ class AnswerReport:
     def finished(self, values: dict[str, float]) -> dict[str, float]:
         return values
 
-    def samples(self, experience: SFTBatch) -> Sequence[Mapping[str, Any]]:
+    def samples(self, experience: SFTBatch) -> Sequence[LogRecord]:
         return [{"text": text} for text in experience.text]
 
     def watched(self) -> Sequence[tuple[str, str]]:
@@ -79,7 +80,7 @@ class AnswerReport:
         return None
 
 
-def updated(cluster: RLCluster | ScorerCluster, batches: Sequence[Batch[Any]]) -> Mapping[str, Any]:
+def updated(cluster: RLCluster | ScorerCluster, batches: Sequence[Batch[Any]]) -> Metrics:
     """Makes the one update of a step on answers from data, and returns its metrics."""
     (batch,) = batches
     metrics = cluster.update_actor(batch)

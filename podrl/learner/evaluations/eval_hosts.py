@@ -10,6 +10,7 @@ from typing import Any
 from podrl.cluster.rl_cluster import RLCluster
 from podrl.learner import experience as codec
 from podrl.learner.evaluate import Evaluator, Scored
+from podrl.mappings import JsonObject
 from podrl.rundir import leases
 from podrl.rundir.run import Run
 from podrl.runtime.channel import LateError
@@ -221,7 +222,7 @@ class EvaluationHost:
                 self._pod.call(LEADER, "share made", Message(words, scores), self._deadline_s)
             self._run.spans.pass_on(int(share["step"]), last=True)
 
-    def _request_share(self) -> dict[str, Any]:
+    def _request_share(self) -> JsonObject:
         """Waits for a share, or the end of the job."""
         me = Message({"process": self._pod.seat.process, "address": self._pod.channel.address})
         request = self._pod.channel.request(self._pod.address(LEADER), "call", "share", me)

@@ -8,6 +8,7 @@ import numpy as np
 
 from podrl.learner import experience as codec
 from podrl.learner.evaluate import Scored, summarised
+from podrl.mappings import LogRecord
 from podrl.rundir import leases
 from podrl.rundir.leases import Lease
 from podrl.runtime.message import Message
@@ -70,7 +71,7 @@ class RemoteEvaluations:
             self._shares.open_shares(name, max(len(hosts), 1), step)  # at least one share: hosts may come later
             self._work = self._thread.submit(self._collect, name, _LONGEST_S)
 
-    def evaluated(self, *, wait: bool) -> tuple[int, dict[str, float], list[dict[str, Any]]] | None:
+    def evaluated(self, *, wait: bool) -> tuple[int, dict[str, float], list[LogRecord]] | None:
         """Returns, on the leader, (step, eval/* metrics, a few samples) of the evaluation under way when it is
         complete.
 

@@ -4,12 +4,12 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
 from podrl.config import plural
 from podrl.learner import experience as codec
+from podrl.mappings import JournalEntry, JsonObject, SavedState
 from podrl.rollout.clock import TokenClock, WallClock
 from podrl.rollout.open_groups import Group, OpenGroups, begun
 from podrl.rollout.partial import PartialBatch, cut, join, of_message, take_prompts
@@ -40,7 +40,7 @@ class RemoteGroup(Group):
     since: int
     quantum: int
     host: int = NOBODY
-    entry: Mapping[str, Any] | None = None
+    entry: JournalEntry | None = None
     moved: bool = False
 
     @property
@@ -55,11 +55,11 @@ class RemoteGroup(Group):
     def oldest(self) -> int | None:
         return self.submit_step if self.drawn is None and self.repeated and self.entry is None else self.drawn
 
-    def states(self) -> Sequence[tuple[Mapping[str, Any], None]]:
+    def states(self) -> Sequence[tuple[SavedState, None]]:
         """Returns one empty record per sample: only the host knows the tokens that it has drawn."""
         return [({}, None)] * self.samples
 
-    def record(self) -> Mapping[str, Any]:
+    def record(self) -> JournalEntry:
         assert self.entry is not None
         return self.entry
 
@@ -333,12 +333,12 @@ class Dispatcher:
                 own = {"number": group.number, "asked": group.submit_step, "repeated": group.repeated}
                 own |= {"quantum": group.quantum, "moved": group.moved, "prompts": len(group.prompts.length_P)}
                 own |= {"position": group.prompts.data_state.decode(), "taken": in_batch}
-                entries.append(own | self._how_to_draw(group, in_batch))
+                entries.append({**own, **self._how_to_draw(group, in_batch)})
                 parts.append(group.part(group.submit_step))
             whole = join(parts).message()
             self._order(host, {"partial": whole.value, "groups": entries}, whole.arrays)
 
-    def _how_to_draw(self, group: RemoteGroup, in_batch: bool) -> dict[str, Any]:
+    def _how_to_draw(self, group: RemoteGroup, in_batch: bool) -> JsonObject:
         """Returns the part of an order that tells a host how to draw a group.
 
         `record`: the journal's entry that the group must become, or None. `since`: the first version of the weights
@@ -352,7 +352,7 @@ class Dispatcher:
         # A group of a checkpoint goes on from its state at the beginning of window `_start`.
         return {"record": record, "since": self._start if group.origin is not None else since}
 
-    def _order(self, host: int, value: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None = None) -> None:
+    def _order(self, host: int, value: JsonObject, arrays: Mapping[str, np.ndarray] | None = None) -> None:
         queue = self._queues[host]
         message = Message({**value, "window": self._at, "clock_from": self._clock_from}, arrays or {})
         self._pod.channel.put(order(queue.address, queue.sent), message)

@@ -3,7 +3,7 @@
 import functools
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,6 +14,7 @@ from podrl.learner.evaluate import Evaluator
 from podrl.learner.evaluations.hosts import evaluated, offer
 from podrl.learner.loop import InFlight, Start
 from podrl.learner.pods.player import HostPlayer
+from podrl.mappings import JsonObject
 from podrl.rollout.batches import PendingBatch
 from podrl.rollout.group_player import Mode
 from podrl.rundir import leases
@@ -92,7 +93,7 @@ class HostRollouts:
             cluster.rollout.broadcast = self._replica.broadcast
         pod.channel.serve("rows", self._rows)
 
-    def enter(self) -> Mapping[str, Any]:
+    def enter(self) -> JsonObject:
         """Asks the leader to let this host into the job.
 
         Returns:

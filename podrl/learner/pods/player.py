@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from podrl.learner.pods.dispatch import order, part_of, parts_of
+from podrl.mappings import JournalEntry, JsonObject
 from podrl.rollout.group_player import GroupPlayer, Mode, OwnGroup
 from podrl.rollout.open_groups import begun
 from podrl.rollout.partial import PartialBatch, join
@@ -281,7 +282,7 @@ class HostPlayer:
                     group = self._open_group(part, entry)
                     self._groups[group.key] = group
 
-    def _open_group(self, part: PartialBatch, entry: Mapping[str, Any]) -> OwnGroup:
+    def _open_group(self, part: PartialBatch, entry: JournalEntry) -> OwnGroup:
         prompts = dataclasses.replace(part.prompts, data_state=entry["position"].encode())
         part = dataclasses.replace(part, prompts=prompts)
         return self._player.open(
@@ -353,7 +354,7 @@ class HostPlayer:
         if last:
             self._quiet = True
 
-    def _send_report(self, *, failed: bool = False, **groups: Sequence[Any]) -> None:
+    def _send_report(self, *, failed: bool = False, **groups: Sequence[object]) -> None:
         """Sends a report to the leader.
 
         Args:
@@ -403,6 +404,6 @@ class HostPlayer:
         self._offer(lease, result)
 
 
-def _moved_groups(order: Message) -> list[Mapping[str, Any]]:
+def _moved_groups(order: Message) -> list[JsonObject]:
     """Lists the entries of an order whose groups a lost host had."""
     return [entry for entry in order.value.get("groups", ()) if entry["moved"]]

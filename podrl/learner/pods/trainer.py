@@ -15,6 +15,7 @@ from podrl.learner.evaluations.hosts import RemoteEvaluations
 from podrl.learner.loop import InFlight, Start
 from podrl.learner.pods.dispatch import Dispatcher
 from podrl.learner.recorder import ResumableStream
+from podrl.mappings import LogRecord
 from podrl.rollout.batches import ready
 from podrl.rollout.clock import ONE_WINDOW, TokenClock, WallClock
 from podrl.rollout.group_player import longest_of
@@ -156,7 +157,7 @@ class RemoteRollouts:
         with self._run.watchdog.stage("data"):
             return next(self._stream)
 
-    def evaluate(self, policy: Policy, step: int) -> tuple[dict[str, float], list[dict[str, Any]]] | None:
+    def evaluate(self, policy: Policy, step: int) -> tuple[dict[str, float], list[LogRecord]] | None:
         """Makes other hosts evaluate, and joins their scores on the leader; raises what `evaluated` raises."""
         self.begin_evaluation(policy, step)
         result = self.evaluated(wait=True)
@@ -169,7 +170,7 @@ class RemoteRollouts:
             self._cluster.weights.hold(step)
         self._evaluations.begin(step)
 
-    def evaluated(self, *, wait: bool) -> tuple[int, dict[str, float], list[dict[str, Any]]] | None:
+    def evaluated(self, *, wait: bool) -> tuple[int, dict[str, float], list[LogRecord]] | None:
         """Returns the evaluation that was begun, like podrl.learner.evaluations.hosts.RemoteEvaluations.evaluated."""
         return self._evaluations.evaluated(wait=wait)
 
