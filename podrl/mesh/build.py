@@ -243,7 +243,7 @@ def share_of_mesh(spec: str, devices: Sequence[Device], hosts: int, *, key: str 
 def local_mesh(mesh: Mesh, process: int, *, key: str = "mesh") -> Mesh:
     """Returns the part of a mesh that one process works with: the rows of its "data" axis that have its devices.
 
-    A row over several processes, a replica, is the part of all these processes together.
+    If a row lies on several processes (a replica), all of them work with this row together.
 
     Args:
       mesh: mesh of a role, over all its processes.

@@ -38,7 +38,7 @@ def _kill(mark: bytes) -> int:
     for number in doomed:
         with contextlib.suppress(OSError, IndexError):
             process = os.pidfd_open(number)
-            try:  # check again: the number may have become another process's before it was opened
+            try:  # check again: before the open, the system may have given the number to another process
                 if _carries(number, mark) or _parent(number) in doomed:
                     signal.pidfd_send_signal(process, signal.SIGKILL)
             finally:

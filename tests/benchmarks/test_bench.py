@@ -192,7 +192,8 @@ def test_a_decode_step_of_gemma2_2b_reads_little_more_than_it_must(monkeypatch):
     assert [step["sampled"] for step in figures["steps"]] == [0, 384, 768, 1152, 1528]
     for step in figures["steps"]:
         assert 1 <= step["ratio"] <= 1.25, step
-        # In bfloat16 a chip's 128 lanes are summed over four twice a layer, after attention and after the last product.
+        # Twice in each layer, after attention and after the last product, the outputs of a chip's 128 lanes are summed
+        # over four chips, in bfloat16.
         sums, each = step["collectives"]["all-reduce"], 128 * 2304 * 2 * 2 * 3 / 4
         assert sums["count"] >= 2 * 26 and sums["bytes"] >= 2 * 26 * each, sums
         assert step["sent_bytes"] == pytest.approx(sum(c["bytes"] for c in step["collectives"].values()))

@@ -103,7 +103,7 @@ def test_a_journal_of_an_earlier_version_is_read_and_said(tmp_path, caplog):
 
 
 def test_an_answer_that_did_not_reach_the_disk_is_not_known(tmp_path, monkeypatch):
-    """When the answer is sent again it is written, and not taken for one on disk."""
+    """An answer whose write failed is written when it is sent again: it does not count as on disk."""
     files = Files(tmp_path)
 
     def full(file):
