@@ -27,7 +27,7 @@ _TAIL = 20  # last lines of standard error that a failure shows
 _FILE_BYTES = 64 << 20  # largest number of bytes of standard error that are kept in the run directory, for each worker
 _GRACE_S = 5.0  # see FrontSettings.grace_s
 # Settings that the job decides; their values in requests are ignored.
-_RESENT = ("temperature", "top_p", "top_k", "min_p", "seed")
+_IGNORED_SETTINGS = ("temperature", "top_p", "top_k", "min_p", "seed")
 
 
 class AgentFailure(Exception):  # noqa: N818 - a lost sample, not an error of this program
@@ -35,17 +35,17 @@ class AgentFailure(Exception):  # noqa: N818 - a lost sample, not an error of th
 
     Attributes:
       kind: 'agent' if the program failed, 'infrastructure' if the endpoint did.
-      lives: True if the process is ready for its next task.
+      process_alive: True if the process is ready for its next task.
     """
 
-    def __init__(self, kind: Kind, why: str, *, lives: bool = False) -> None:
+    def __init__(self, kind: Kind, why: str, *, process_alive: bool = False) -> None:
         super().__init__(why)
         self.kind: Kind = kind
-        self.lives = lives
+        self.process_alive = process_alive
 
     def metrics(self) -> dict[str, float]:
         """Counts the failure, for the metrics of its episode."""
-        return _counted(self.kind)
+        return _failure_metrics(self.kind)
 
 
 class EndpointModel(Protocol):
@@ -69,7 +69,7 @@ class _Session:
 
     Attributes:
       model: answers one request at a time.
-      lost: error of the episode, such as a client that hung up; set once.
+      failed: future that gets the episode's AgentFailure, if the episode fails; set once.
       turn: lock of the model.
       open: requests whose answers have not arrived yet.
       settled: event that is set whenever `open` gets shorter.
@@ -77,7 +77,7 @@ class _Session:
       dropped: requests whose clients hung up before they had the answer.
       jobs: tasks of the requests, by their numbers.
       full: True once a request found no room or no turns left.
-      overridden: number of requests that set a setting in `_RESENT`.
+      overridden: number of requests that set a setting in `_IGNORED_SETTINGS`.
     """
 
     model: EndpointModel
@@ -91,7 +91,7 @@ class _Session:
     full: bool = False
     overridden: int = 0
 
-    def lose(self, kind: Kind, why: str) -> None:
+    def fail(self, kind: Kind, why: str) -> None:
         """Ends the episode with a failure."""
         if not self.failed.done():
             self.failed.set_exception(AgentFailure(kind, why))
@@ -130,7 +130,7 @@ class ProgramEnvironment:
         self._free = asyncio.Semaphore(config.processes)
         self._idle: list[_Runner] = []
         self._sessions: dict[str, _Session] = {}
-        self._of: dict[int, _Session] = {}  # sessions by the numbers of their open requests
+        self._session_of_request: dict[int, _Session] = {}  # sessions by the numbers of their open requests
         self._front: Front | None = None
         self._starting = asyncio.Lock()
         self._numbers = itertools.count()
@@ -143,24 +143,24 @@ class ProgramEnvironment:
             it ends the episode.
         """
         model.clock(runs=False)  # the wait for a free process does not count as time of the episode
-        async with self._place(model):
-            front = await self._started()
+        async with self._process_slot(model):
+            front = await self._get_front()
             runner = self._idle.pop() if self._idle else await _Runner.start(self._command, front.address, self._log)
             name = str(next(self._numbers))
             session = self._sessions[name] = _Session(model, asyncio.get_running_loop().create_future())
             model.clock(runs=True)
             try:
                 line = {"id": name, "base_url": front.address, "api_key": front.open(name)}
-                result = await self._result(runner, session, line | {"task": dataclasses.asdict(task)})
-                await self._keep(runner)
+                result = await self._run_task(runner, session, line | {"task": dataclasses.asdict(task)})
+                await self._keep_process(runner)
                 return result
             except AgentFailure as failure:
-                if failure.lives:
-                    await self._keep(runner)
+                if failure.process_alive:
+                    await self._keep_process(runner)
                 else:
                     await runner.kill()
                 if session.full and failure.kind == "agent":
-                    return Result(metrics=_counted(None))  # the program gave up for lack of room
+                    return Result(metrics=_failure_metrics(None))  # the program gave up for lack of room
                 raise AgentFailure(failure.kind, f"{failure}{runner.tail()}") from None
             except BaseException:
                 runner.kill_now()
@@ -169,11 +169,11 @@ class ProgramEnvironment:
                 front.close(name)
                 del self._sessions[name]
                 for number, job in session.jobs.items():
-                    self._of.pop(number, None)
+                    self._session_of_request.pop(number, None)
                     job.cancel()
                 session.failed.cancel()
 
-    async def _keep(self, runner: "_Runner") -> None:
+    async def _keep_process(self, runner: "_Runner") -> None:
         """Keeps a process for the next episode; ends it if enough wait, as after a window in which episodes rested."""
         if len(self._idle) < self._config.processes:
             self._idle.append(runner)
@@ -181,7 +181,7 @@ class ProgramEnvironment:
             await runner.kill()
 
     @contextlib.asynccontextmanager
-    async def _place(self, model: EndpointModel) -> AsyncIterator[None]:
+    async def _process_slot(self, model: EndpointModel) -> AsyncIterator[None]:
         """Waits until fewer than env.processes episodes are open; episodes that have rested do not count."""
         if model.rested.is_set():
             yield
@@ -194,9 +194,9 @@ class ProgramEnvironment:
         finally:
             leaving.cancel()
 
-    async def _result(self, runner: "_Runner", session: _Session, line: Mapping[str, Any]) -> Result:
+    async def _run_task(self, runner: "_Runner", session: _Session, line: Mapping[str, Any]) -> Result:
         """Gives a task to a process, and waits until it has answered and every answer of the model has arrived."""
-        working = asyncio.ensure_future(runner.do(line))
+        working = asyncio.ensure_future(runner.run_task(line))
         try:
             await asyncio.wait({working, session.failed}, return_when=asyncio.FIRST_COMPLETED)
             if session.failed.done():
@@ -216,10 +216,10 @@ class ProgramEnvironment:
                     raise AgentFailure("agent", "The program ended while a request of it was open: await every answer.")
         finally:
             working.cancel()
-        counted = _counted(None) | {"overridden": float(session.overridden)}
-        return dataclasses.replace(reply, metrics={**counted, **reply.metrics})
+        failures = _failure_metrics(None) | {"overridden": float(session.overridden)}
+        return dataclasses.replace(reply, metrics={**failures, **reply.metrics})
 
-    async def _started(self) -> Front:
+    async def _get_front(self) -> Front:
         async with self._starting:
             if self._front is None:
                 front = Front(FrontSettings(parser=self._config.parser, grace_s=_GRACE_S), Limits(), self)
@@ -237,7 +237,7 @@ class ProgramEnvironment:
                     return
                 session.numbers[number] = session.model.answers
                 answer = await session.model.answer(request, overlaps=overlaps)
-            session.overridden += any(getattr(request.model_request, name) is not None for name in _RESENT)
+            session.overridden += any(getattr(request.model_request, name) is not None for name in _IGNORED_SETTINGS)
             front.send_answer(number, answer)
         except (RefusedRequest, Ended) as error:
             session.settle(number)
@@ -256,17 +256,17 @@ class ProgramEnvironment:
             return  # the front refused the request when the episode's key was closed
         overlaps = bool(session.open)
         session.open.add(number)
-        self._of[number] = session
+        self._session_of_request[number] = session
         session.jobs[number] = asyncio.create_task(self._answer(session, number, request, overlaps=overlaps))
 
     def on_disconnect(self, number: int) -> None:
         """Removes the answer to a request from the sample if its client hung up, because nobody acted on the answer."""
-        if (session := self._of.get(number)) is not None:
+        if (session := self._session_of_request.get(number)) is not None:
             session.dropped.add(number)
             session.jobs[number].add_done_callback(lambda job: self._drop(session, number, job))
 
     def _drop(self, session: _Session, number: int, job: "asyncio.Task[None]") -> None:
-        if job.cancelled() or self._of.pop(number, None) is None:
+        if job.cancelled() or self._session_of_request.pop(number, None) is None:
             return  # the episode has ended
         if job.exception() is None and number in session.numbers:
             session.model.drop(session.numbers[number])
@@ -274,14 +274,14 @@ class ProgramEnvironment:
 
     def on_delivered(self, number: int) -> None:
         """Called when the program has got the answer to a request."""
-        if (session := self._of.pop(number, None)) is not None:
+        if (session := self._session_of_request.pop(number, None)) is not None:
             session.settle(number)
 
     def on_failure(self, error: Exception) -> None:
         """Ends every open episode with a failure of the infrastructure; the next episode starts another front."""
         self._front = None
         for session in self._sessions.values():
-            session.lose("infrastructure", str(error))
+            session.fail("infrastructure", str(error))
 
 
 class _Log:
@@ -329,7 +329,7 @@ class _Runner:
         )
         return cls(process, log)
 
-    async def do(self, line: Mapping[str, Any]) -> Result:
+    async def run_task(self, line: Mapping[str, Any]) -> Result:
         """Gives the process a task.
 
         Raises:
@@ -403,22 +403,24 @@ def _result(reply: Mapping[str, Any], log: _Log) -> Result:
     if "error" in reply:
         error = str(reply["error"])
         log.add(error.encode(errors="replace") + b"\n")
-        raise AgentFailure("agent", f"The program raised an error.\n{error.strip()[-4000:]}", lives=True)
+        raise AgentFailure("agent", f"The program raised an error.\n{error.strip()[-4000:]}", process_alive=True)
     reward, metrics, text = reply.get("reward"), reply.get("metrics") or {}, reply.get("text")
     if not isinstance(metrics, dict):
-        raise _wrong("metrics", metrics, "an object of numbers")
+        raise _bad_value("metrics", metrics, "an object of numbers")
     for name, value in {**metrics, "reward": 0.0 if reward is None else reward}.items():
         if not isinstance(value, int | float) or not abs(value) < 1e300:
-            raise _wrong(name, value, "a finite number")
+            raise _bad_value(name, value, "a finite number")
     if text is not None and not isinstance(text, str):
-        raise _wrong("text", text, "a text")
+        raise _bad_value("text", text, "a text")
     return Result(None if reward is None else float(reward), {name: float(x) for name, x in metrics.items()}, text)
 
 
-def _wrong(name: str, value: Any, must: str) -> AgentFailure:
-    return AgentFailure("agent", f"The program gave {name}={str(value)[:200]!r}, which must be {must}.", lives=True)
+def _bad_value(name: str, value: Any, must: str) -> AgentFailure:
+    return AgentFailure(
+        "agent", f"The program gave {name}={str(value)[:200]!r}, which must be {must}.", process_alive=True
+    )
 
 
-def _counted(kind: Kind | None) -> dict[str, float]:
-    """Makes the metrics that count a failure of a kind, or none."""
-    return {f"failed/{one}": float(one == kind) for one in _KINDS}
+def _failure_metrics(kind: Kind | None) -> dict[str, float]:
+    """Makes the metrics that count a failure of this kind; None counts no failure."""
+    return {f"failed/{each}": float(each == kind) for each in _KINDS}

@@ -330,7 +330,7 @@ def test_no_more_processes_wait_for_episodes_than_may_run(tmp_path):
     async def keep():
         environment = ProgramEnvironment(EnvironmentConfig(program="python agent.py", processes=2), str(tmp_path))
         for runner in runners:
-            await environment._keep(runner)
+            await environment._keep_process(runner)
 
     asyncio.run(keep())
     assert [runner.killed for runner in runners] == [False, False, True]
