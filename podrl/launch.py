@@ -46,7 +46,7 @@ _PEER_LOSS_S = 8.0  # a collective fails at once when a process dies, but the co
 _STATUS = re.compile(
     r"(UNKNOWN|INTERNAL|UNAVAILABLE|ABORTED|CANCELLED|DEADLINE_EXCEEDED|FAILED_PRECONDITION|DATA_LOSS): "
 )
-# The errors among them that a healthy process gets when another process, or the network between them, fails.
+# The XLA errors that a healthy process gets when another process, or the network between the two, fails.
 _LOST = re.compile(r"^(UNAVAILABLE|ABORTED|CANCELLED|DEADLINE_EXCEEDED): |[Gg]loo")
 # Flags that are read before absl parses them: type and smallest value of each.
 _NUMBERS = {
