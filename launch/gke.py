@@ -178,8 +178,9 @@ def _merge_setting(document: dict[str, Any], setting: str) -> None:
         places |= {name: [document[name]] for name in ("metadata", "spec")}
     if not separator or len(names) < 2 or names[0] not in places:
         raise ValueError(
-            f"--set={setting} must be PATH=VALUE, where PATH begins with metadata, spec, template or container, and "
-            "may have trainer. or rollout. before the last two: --set=template.spec.priorityClassName=high."
+            f"--set={setting} must be PATH=VALUE, where PATH begins with metadata, spec, template or container, such "
+            "as --set=template.spec.priorityClassName=high. The prefix trainer. or rollout. before template or "
+            "container changes one role only."
         )
     for place in places[names[0]]:
         try:

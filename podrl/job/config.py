@@ -818,8 +818,8 @@ def with_prompt_length(values: ConfigValues, tools: Sequence[ToolSchema] = ()) -
     if not values["model"]["path"]:
         if not values["rollout"]["max_prompt_length"]:
             raise ValueError(
-                "rollout.max_prompt_length=0 means the longest prompt of the data, which takes the tokenizer of "
-                "model.path, and that is empty: give model.path=DIR, or the number of tokens."
+                "rollout.max_prompt_length=0 means the longest prompt of the data. Its length depends on the tokenizer "
+                "of model.path, which is empty: give model.path=DIR, or the number of tokens."
             )
         return dict(values)
     directory = build(ModelSource, values["model"], "config.model").tokenizer(values["tokenizer"])

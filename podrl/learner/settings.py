@@ -495,7 +495,7 @@ class GRPOConfig(AlgorithmConfig, KLLossSettings, GroupSettings):
             if self.dynamic_sampling and not part.reward_coef:
                 raise ValueError(
                     f"{where} have reward_coef=0, and grpo.dynamic_sampling=True replaces groups of equal rewards, "
-                    "from which these samples would learn all the same: set grpo.dynamic_sampling=False."
+                    "although the samples of these sources learn without rewards: set grpo.dynamic_sampling=False."
                 )
             if part.estimator().needs_greedy and not self.estimator().needs_greedy:
                 raise ValueError(

@@ -227,7 +227,7 @@ def share_of_mesh(spec: str, devices: Sequence[Device], hosts: int, *, key: str 
     """
     sizes, total = parse_mesh(spec, key=key, auto="data=-1"), hosts * len(devices)
     if not _fits(sizes, total):
-        raise ValueError(f"{key} {spec} needs {_need(sizes)} devices, {hosts} hosts have {len(devices)} each.")
+        raise ValueError(f"{key} {spec} needs {_need(sizes)} devices, and {hosts} hosts have {len(devices)} each.")
     fixed = math.prod(n for n in sizes if n != REST)
     data, *inner = (total // fixed if n == REST else n for n in sizes)
     if data % hosts:

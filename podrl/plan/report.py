@@ -147,7 +147,7 @@ def print_report(console: rich.console.Console, report: PlanReport) -> None:
     _print_move(console, report.move)
     console.print(f"Weights of a rollout chip while it generates: {(copies := setting.copies()).of_rollout()} in all.")
     verdict = "which fits, too" if _split_fits(report, copies) else "which does not fit"
-    console.print(f"With topology=split a trainer chip keeps beside all else {copies.of_trainer()} in all, {verdict}.")
+    console.print(f"With topology=split a trainer chip also keeps {copies.of_trainer()} in all, {verdict}.")
     if hosts := report.setting.job.roles.eval.hosts:
         console.print(f"Hosts that evaluate and do nothing else (roles.eval.hosts={hosts}) are beside these chips.")
     _print_step(console, report)

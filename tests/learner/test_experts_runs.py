@@ -21,7 +21,7 @@ from podrl.storage.checkpoint import read_state
 from podrl.storage.hub import EMBEDDED
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
-# Each run compiles for half a minute; one of supervised training remains with every change.
+# Each run compiles for half a minute. One run of supervised training is made on every change.
 FAMILIES = pytest.mark.nightly("podrl/models", "podrl/engine", "podrl/trainer", "podrl/cluster", "podrl/export.py")
 
 RAW = {

@@ -39,7 +39,7 @@ from podrl.trainer.config import RLTrainingConfig
 from podrl.trainer.pack_shape import pack_shape
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
-# Each run compiles for half a minute; methods, the loop and the data are tested on cheaper models with every change.
+# Each run compiles for half a minute; methods, the loop and the data are tested on every change with cheaper models.
 FAMILIES = pytest.mark.nightly("podrl/models", "podrl/engine", "podrl/trainer", "podrl/cluster", "podrl/export.py")
 
 PAIRS, LENGTH = 3, 112

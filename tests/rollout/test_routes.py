@@ -36,7 +36,8 @@ from podrl.types import Policy, Prompts
 from podrl.workers.user_code import Limits
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
-# Models and meshes whose programs take long to compile; one model on two devices remains with every change.
+# Models and meshes whose programs take long to compile are tested at night; one model on two devices is tested on every
+# change.
 FORMS = pytest.mark.nightly("podrl/engine", "podrl/models", "podrl/rollout")
 
 RAW = {
