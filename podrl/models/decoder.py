@@ -463,8 +463,9 @@ def replayed(
     infos = layer_infos(config, per_layer_embeddings(params, tokens_BT, x_BTD, config, mesh))
     stacks = list(zip(stacks_of(params["layers"], config), infos, moe.routes_by_kind(route_LBTk, config), strict=True))
 
-    # Each lending kind hands its keys and values on from layer to layer, so that the last layer's remain. Layers that
-    # reuse them do not pass them on: what a scan passes on, it would keep once per layer for the backward pass.
+    # A kind whose keys are reused passes its keys and values from layer to layer, so that those of its last layer
+    # remain. Layers that reuse them do not pass them on, because a scan keeps all that it passes on once per layer, for
+    # the backward pass.
     def empty(kind: Kind) -> tuple[Array, Array]:
         zeros = jnp.zeros((*tokens_BT.shape, kind.num_kv_heads, kind.head_dim), dtype)
         zeros = rules.constrain(zeros, ("batch", "time", "kv_heads", "head_dim"), mesh)

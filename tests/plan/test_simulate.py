@@ -41,7 +41,7 @@ def test_a_tail_leaves_lanes_idle_and_windows_cut_it():
     lengths_N = np.clip(np.random.default_rng(0).lognormal(5.0, 0.9, 2048).astype(int), 1, 1024)
     one, two, three = (_step(lengths_N, staleness=S, lanes=8, update_s=0.0) for S in (1, 2, 3))
     assert one.lanes_busy < two.lanes_busy <= 1.0 and one.step_s > two.step_s > 0.0
-    # A window takes at least as many steps as the longest sample's tokens in it.
+    # A window takes at least as many decode steps as any of its samples draws tokens in it.
     least = 0.01 * 16 * lengths_N.mean() / 8
     assert all(found.step_s > 0.8 * least for found in (one, two, three))
 
