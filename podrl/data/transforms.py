@@ -21,7 +21,7 @@ from podrl.runtime import plain
 from podrl.storage.storage import Place
 from podrl.workers.process import DiedError, Functions, LateWorkerError
 from podrl.workers.user_code import Limits
-from podrl.workers.user_objects import spec_at
+from podrl.workers.user_objects import explain_load, spec_at
 
 _AT_ONCE = 256  # number of records in one request to the process of a user's function
 
@@ -203,7 +203,7 @@ def _code(step: Transform) -> str:
     """Computes the checksum of the file that holds a step's function; '' if the step has no function.
 
     Raises:
-      ValueError: `map` names no function.
+      ValueError: `map` names no function, or its file or package does not exist.
     """
     if not step.map:
         return ""
@@ -212,7 +212,7 @@ def _code(step: Transform) -> str:
         raise ValueError(f"data.sources: map={step.map!r} must be 'file.py:function' or 'package.module:function'.")
     try:
         spec = spec_at(place, name)
-    except ValueError as error:
-        raise ValueError(f"data.sources: map={step.map!r}: {error}") from error
-    file = spec.get("file") or getattr(importlib.util.find_spec(spec["module"]), "origin", None)
+        file = spec.get("file") or getattr(importlib.util.find_spec(spec["module"]), "origin", None)
+    except Exception as error:  # noqa: BLE001 - find_spec imports the package of a module, which may raise anything
+        raise ValueError(f"data.sources: map={step.map!r}: {explain_load(error)}") from error
     return hashlib.sha256(pathlib.Path(file).read_bytes()).hexdigest() if file else ""

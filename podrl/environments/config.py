@@ -4,7 +4,9 @@ import dataclasses
 import os
 import pathlib
 import shlex
+import shutil
 import string
+import sys
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -83,6 +85,17 @@ class MCPServer:
     def is_url(self) -> bool:
         """True if the server is reached over the network and not started by a command."""
         return self.target.startswith(("http://", "https://"))
+
+    @property
+    def command(self) -> list[str]:
+        """The words of the command that starts the server; none for an address."""
+        words = [] if self.is_url else shlex.split(self.target)
+        return [sys.executable, *words[1:]] if words[:1] == ["python"] else words
+
+    def check_command(self) -> None:
+        """Raises ValueError if this machine lacks the command that starts the server."""
+        if self.command and shutil.which(self.command[0]) is None:
+            raise ValueError(f"env.mcp: {self.target} cannot be started: there is no command {self.command[0]!r}.")
 
     def _variables(self) -> tuple[str, ...]:
         named = [name for text in self.headers.values() for name in string.Template(text).get_identifiers()]

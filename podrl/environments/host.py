@@ -12,7 +12,7 @@ from typing import Literal
 
 from podrl.environments import worker as worker_module
 from podrl.environments.calls import in_template
-from podrl.environments.config import EnvironmentConfig, is_own
+from podrl.environments.config import PROGRAM, EnvironmentConfig, is_own
 from podrl.environments.finished_episodes import NUMBER, FinishedEpisode, digest
 from podrl.environments.journal import Journal
 from podrl.environments.protocol import Task
@@ -138,7 +138,7 @@ class EnvironmentHost:
         """
         self._config, self._limits, self._journal, self._emit = config, limits, journal, emit
         self._on_call, self._folder = on_call, error_files
-        self._specs = {name: spec_at(*name.rsplit(":", 1)) if is_own(name) else None for name in config.choices}
+        self._specs = {name: self._spec(name) for name in config.choices}
         self._toolbox = Toolbox(limits, config.server_deadline_s, emit, error_files)
         self._workers: list[_WorkerProcess] = []
         self._episodes: dict[int, _Episode] = {}
@@ -233,6 +233,21 @@ class EnvironmentHost:
 
     # Starting and replacing workers.
 
+    def _spec(self, name: str) -> dict[str, str] | None:
+        """Returns the place of an environment of the user; None for an environment that comes with podrl."""
+        if not is_own(name):
+            return None
+        try:
+            return spec_at(*name.rsplit(":", 1))
+        except ValueError as error:
+            raise ValueError(f"{self._setting(name)} cannot be loaded: {error}") from None
+
+    def _setting(self, name: str) -> str:
+        """Returns the setting that names an environment, with its key, for an error."""
+        if name == PROGRAM:
+            return f"env.{'program' if self._config.program else 'verifiers'}={self._config.agent!r}"
+        return f"{'env.environment=' if name == self._config.environment else 'env.others: '}{name!r}"
+
     def _start_worker(self) -> _WorkerProcess:
         worker = _WorkerProcess()
         worker.process = Process(
@@ -253,8 +268,7 @@ class EnvironmentHost:
             loaded = {"raised": f"it did not load within {LOAD_S:g} s"}
         if "raised" in loaded:
             name = loaded.get("name", self._config.environment)
-            key = "env.environment=" if name == self._config.environment else "env.others: "
-            raise ValueError(f"{key}{name!r} cannot be loaded: {loaded['raised']}")
+            raise ValueError(f"{self._setting(name)} cannot be loaded: {loaded['raised']}")
         return loaded
 
     def _on_exit(self, worker: _WorkerProcess) -> None:

@@ -9,8 +9,6 @@ import collections
 import contextlib
 import logging
 import os
-import shlex
-import shutil
 import sys
 import threading
 import time
@@ -60,16 +58,10 @@ class _Server:
         except ImportError:
             self._send({"failed": self._key, "why": "needs package mcp: pip install 'podrl[tools]'."})
             return
-        command = [] if self._server.is_url else shlex.split(self._server.target)
-        if command[:1] == ["python"]:
-            command[0] = sys.executable
-        if command and shutil.which(command[0]) is None:
-            self._send({"failed": self._key, "why": f"cannot be started: there is no command {command[0]!r}."})
-            return
         disconnected_at, pause, opened = time.monotonic(), _FIRST_PAUSE_S, False
         while True:
             why = "the connection closed"
-            connecting = _connect(self._server.target, command, self._secrets)
+            connecting = _connect(self._server.target, self._server.command, self._secrets)
             try:
                 async with asyncio.timeout(_CONNECT_S) as limit, connecting as session:
                     await session.initialize()

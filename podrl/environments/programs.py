@@ -4,6 +4,7 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
+import importlib.util
 import itertools
 import json
 import os
@@ -19,6 +20,7 @@ from podrl.environments.front import Front, FrontSettings
 from podrl.environments.protocol import Ended, Result, Task
 from podrl.environments.wire.requests import Answer, ParsedRequest, RefusedRequest
 from podrl.workers.user_code import Limits
+from podrl.workers.user_objects import LoadError
 
 Kind = Literal["agent", "infrastructure"]
 _KINDS: tuple[Kind, ...] = ("agent", "infrastructure")
@@ -118,14 +120,15 @@ class ProgramEnvironment:
           folder: directory of the file for the programs' standard error; '' writes to this process's standard error.
 
         Raises:
-          ValueError: there is no such command.
+          podrl.workers.user_objects.LoadError: there is no such command, file or module.
         """
         self._command = config.command
+        missing = "" if shutil.which(self._command[0]) else f"command {self._command[0]!r}"
         if self._command[0] == "python":
+            missing = _missing_code(self._command[1:])
             self._command[0] = sys.executable
-        if shutil.which(self._command[0]) is None:
-            key = "env.program" if config.program else "env.verifiers"
-            raise ValueError(f"{key}={config.agent!r}: there is no command {self._command[0]!r}.")
+        if missing:
+            raise LoadError(f"there is no {missing}.")
         self._config, self._log = config, _Log(folder)
         self._free = asyncio.Semaphore(config.processes)
         self._idle: list[_Runner] = []
@@ -374,6 +377,25 @@ class _Runner:
             while line := await self._process.stderr.readline():
                 self._last.append(line.decode(errors="replace").rstrip()[:500])
                 self._log.add(line)
+
+
+def _missing_code(arguments: list[str]) -> str:
+    """Names the file or module in the arguments of `python` that does not exist; '' if there is none.
+
+    A program that cannot start would otherwise fail only with its first episode, after the models were loaded.
+    """
+    match arguments:
+        case [file, *_] if file.endswith(".py") and not pathlib.Path(file).is_file():
+            return f"file {str(pathlib.Path(file).absolute())!r}"
+        case ["-m", module, *_]:
+            try:
+                found = importlib.util.find_spec(module) is not None
+            except ModuleNotFoundError:  # a package in front of a dot
+                found = False
+            except Exception:  # noqa: BLE001 - find_spec imports the package, whose error the program itself shows
+                found = True
+            return "" if found else f"module {module!r}"
+    return ""
 
 
 def _check(request: ParsedRequest) -> None:

@@ -56,6 +56,7 @@ class Servers:
         """
         key = _key(server)
         if key not in self._open:
+            server.check_command()
             server.secrets()  # raises if a variable is not set
             self._warn_withheld(server)
             self._open[key] = (server, asyncio.get_running_loop().create_future())

@@ -22,7 +22,7 @@ from podrl.environments.wire.requests import ASIDE, Answer, Choice, ParsedReques
 from podrl.mappings import JsonObject
 from podrl.workers import child
 from podrl.workers.frames import pack
-from podrl.workers.user_objects import explain, extend_path, load, short
+from podrl.workers.user_objects import explain, explain_load, extend_path, load, short
 
 HEARTBEAT_S = 0.2  # time between two frames that show the host that the event loop runs
 _EPISODE_FRAMES = ("start", "turn", "answer", "rest", "cancel")  # kinds of frames that belong to one episode
@@ -306,7 +306,8 @@ class _Worker:
             own = getattr(self._environments[config.environment], "config", None)
             reply["loaded"] = dataclasses.asdict(own) if isinstance(own, EnvironmentConfig) else None
         except BaseException as error:  # noqa: BLE001 - reported to the parent, which raises
-            reply = {"loaded": None, "name": name, "raised": explain(error)}
+            file = (specs[name] or {}).get("file", "")
+            reply = {"loaded": None, "name": name, "raised": explain_load(error, file)}
         self.send(reply)
 
     async def _play(self, attempt: int, task: Task) -> None:

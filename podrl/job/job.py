@@ -27,7 +27,7 @@ from podrl.job import alike, describe
 from podrl.job.config import SCRATCH, Job, ModelSource, ScratchModel, parse, unset, with_prompt_length
 from podrl.job.evaluation import held_out, make_evaluator, unmeasured
 from podrl.job.placement import Meshes, meshes
-from podrl.job.ready import check_all, check_fit, check_models, check_records, check_rewards
+from podrl.job.ready import check_all, check_environments, check_fit, check_models, check_records, check_rewards
 from podrl.learner.evaluate import EvalConfig
 from podrl.learner.learner import GRPOLearner, PPOLearner, learn_answers
 from podrl.learner.run_environments import (
@@ -227,7 +227,11 @@ def run(
     link = _pull_link(job, pod)
     role = TRAINER if pod is None else pod.seat.hosts.role(pod.seat.process)
     on = meshes(job.roles, pod.seat.hosts if pod else None, split=link is not None, role=role)
-    # A record that cannot be rendered, or a reward that is misspelt, fails before models are loaded.
+    # Code that cannot be loaded, a record that cannot be rendered, or a reward that is misspelt, fails before models are
+    # loaded.
+    if _generates(pod) and not asks_template(environment_config(job.env)):  # else tools_of_prompts has loaded them
+        with announce_if_long("Loading the environments and tools ...", log):
+            check_environments(job, secrets=True)
     tokenizer = Tokenizer(job.model.tokenizer(job.tokenizer), tools=tools)
     check_fit(job, tokenizer)
     with announce_if_long("Checking the records of the data ...", log):
@@ -366,9 +370,13 @@ def _loads(pod: Pod | None) -> list[str]:
     """Lists the keys of the models whose weights this process reads."""
     if pod is None:
         return [key for keys in _LOADERS.values() for key in keys]
-    hosts, process = pod.seat.hosts, pod.seat.process
-    trains, generates = process in hosts.trainer, process in (*hosts.rollout, *hosts.eval)
-    return [*(_LOADERS[TRAINER] if trains else ()), *(_LOADERS[ROLLOUT] if generates else ())]
+    trains = pod.seat.process in pod.seat.hosts.trainer
+    return [*(_LOADERS[TRAINER] if trains else ()), *(_LOADERS[ROLLOUT] if _generates(pod) else ())]
+
+
+def _generates(pod: Pod | None) -> bool:
+    """Returns whether this process samples, in training or in evaluations."""
+    return pod is None or pod.seat.process in (*pod.seat.hosts.rollout, *pod.seat.hosts.eval)
 
 
 _LOADERS = {TRAINER: ("model.path", "model.reference", "model.teachers", "model.critic"), ROLLOUT: ("reward.model",)}

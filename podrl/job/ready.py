@@ -166,20 +166,41 @@ def _check_field_names(job: Job) -> None:
                 )
 
 
-def check_all(job: Job) -> None:
-    """Makes all checks of a start, and loads the code of environments and tools, for a dry run. Raises ValueError."""
-    check_models(job, ("model.path", "model.reference", "model.teachers", "model.critic", "reward.model"))
-    read_plan(job.log.plan)
-    check_installed(job.log.to)
+def check_environments(job: Job, *, secrets: bool) -> None:
+    """Loads the code of the job's environments and Python tools, and finds the commands of its program and servers.
+
+    Servers are not started.
+
+    Args:
+      job: the job.
+      secrets: whether this process must have the environment variables that servers need; a machine on which only a dry
+        run is made may lack them.
+
+    Raises:
+      ValueError: an environment, tool, command or variable is missing or cannot be loaded; the message names its key.
+    """
     env = environment_config(job.env)
+    for server in env.servers:
+        server.check_command()
+        if secrets:
+            server.secrets()
     # The names of a server's tools are known only once the server has been asked.
     tools = tuple(tool for tool in env.tools if not (env.mcp and tool in dr_tulu.TOOLS))
     if tools or env.agent or any(map(is_own, env.choices)):
         named = {"environment": env.environment if tools or env.agent else next(filter(is_own, env.choices))}
-        local = dataclasses.replace(env, tools=tools, mcp=(), max_calls_per_tool={}, arguments={}, **named)
-        # Servers may be elsewhere when a dry run is made: they are asked when the run starts.
+        named |= {"max_calls_per_tool": {}, "arguments": {}} if env.mcp else {}
+        local = dataclasses.replace(env, tools=tools, mcp=(), **named)
+        # An environment of the user may name servers of its own, which may be elsewhere when a dry run is made.
         with contextlib.suppress(ServiceError), Episodes(local, job.reward.limits, journal=None):
             pass
+
+
+def check_all(job: Job) -> None:
+    """Makes all checks of a start and further ones, for a dry run. Raises ValueError."""
+    check_models(job, ("model.path", "model.reference", "model.teachers", "model.critic", "reward.model"))
+    read_plan(job.log.plan)
+    check_installed(job.log.to)
+    check_environments(job, secrets=False)
     tokenizer = Tokenizer(job.model.tokenizer(job.tokenizer))
     check_fit(job, tokenizer)
     check_records(job, tokenizer, _MANY)

@@ -741,7 +741,8 @@ def _check_read(config: RewardConfig) -> None:
 def _functions(config: RewardConfig) -> list[_Function]:
     _check_read(config)
     named = [fn for fn in config.named if fn not in config.fns]
-    found = [_resolve(fn, config) for fn in (*config.fns, *named)]
+    found = [_resolve(fn, config, "reward.fns") for fn in config.fns]
+    found += [_resolve(fn, config, "reward.named, data.sources or eval.sets: reward") for fn in named]
     pairs = zip(found, (*config.fns, *named), strict=True)
     general = len(config.fns)
     return _unique([dataclasses.replace(f, spec_text=str(fn), general=i < general) for i, (f, fn) in enumerate(pairs)])
@@ -752,28 +753,33 @@ def _names(functions: Sequence[_Function], config: RewardConfig, others: Mapping
     return (*(function.name for function in functions), *(MODEL_NAME,) * bool(config.model), *others)
 
 
-def _resolve(fn: str | Callable[..., Any], config: RewardConfig) -> _Function:
+def _resolve(fn: str | Callable[..., Any], config: RewardConfig, key: str) -> _Function:
     """Finds a reward function by its name in the configuration; workers import it later.
+
+    Args:
+      fn: the function or its name.
+      config: settings of the rewards.
+      key: key of the configuration that names the function, for errors.
 
     Raises:
       ValueError: the name is neither built in nor of a known form, or its file does not exist.
     """
     if not isinstance(fn, str):
         if not callable(fn):
-            raise ValueError(f"reward.fns holds {fn!r} ({type(fn).__name__}): give names or Python functions.")
+            raise ValueError(f"{key} holds {fn!r} ({type(fn).__name__}): give names or Python functions.")
         spec = spec_of(fn)
         name = getattr(fn, "__name__", type(fn).__name__).strip("<>")
         return _Function(name, spec, None if spec else fn)
     head, at, dataset = fn.rpartition("@")
     if not at or "/" in dataset or ":" in dataset:  # a file's name may hold an '@'
-        return _named(fn, config)
+        return _named(fn, config, key)
     if not head or not dataset:
-        raise ValueError(f"reward.fns={fn!r} must be a function, '@' and the name of a data set.")
-    found = _named(head, config)
+        raise ValueError(f"{key}={fn!r} must be a function, '@' and the name of a data set.")
+    found = _named(head, config, key)
     return dataclasses.replace(found, name=f"{found.name}@{dataset}", dataset=dataset)
 
 
-def _named(fn: str, config: RewardConfig) -> _Function:
+def _named(fn: str, config: RewardConfig, key: str) -> _Function:
     if fn in _BUILT_IN:
         return _Function(fn, {"module": _BUILT_IN[fn], "name": fn}, None)
     if fn in text.FUNCTIONS:
@@ -788,7 +794,7 @@ def _named(fn: str, config: RewardConfig) -> _Function:
         return _Function(fn, {"module": CodeTests.__module__, "name": CodeTests.__name__, "settings": settings}, None)
     if fn in (_JUDGE, _RUBRIC):
         if not config.judge.url:
-            raise ValueError(f"reward.fns={fn!r} needs reward.judge.url, an OpenAI-compatible endpoint.")
+            raise ValueError(f"{key}={fn!r} needs reward.judge.url, an OpenAI-compatible endpoint.")
         return _Function(fn, None, _Judge(config, rubric=fn == _RUBRIC))
     place, colon, name = fn.rpartition(":")
     if not colon or not place or not name:
@@ -796,12 +802,12 @@ def _named(fn: str, config: RewardConfig) -> _Function:
         close = difflib.get_close_matches(fn, known, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"built in are {', '.join(known)}."
         raise ValueError(
-            f"reward.fns={fn!r} is not a built-in reward, 'file.py:function' or 'package.module:function': {hint}"
+            f"{key}={fn!r} is not a built-in reward, 'file.py:function' or 'package.module:function': {hint}"
         )
     try:
         spec = spec_at(place, name)
     except ValueError as error:
-        raise ValueError(f"reward.fns={fn!r}: {error}") from None
+        raise ValueError(f"{key}={fn!r}: {error}") from None
     return _Function(name.rpartition(".")[2], spec, None)
 
 

@@ -29,13 +29,13 @@ def spec_at(place: str, name: str) -> dict[str, str]:
       name: name of the object, dotted inside the module.
 
     Raises:
-      ValueError: the file does not exist.
+      LoadError: the file does not exist.
     """
     if not place.endswith(".py"):
         return {"module": place, "name": name}
     path = pathlib.Path(place).expanduser()
     if not path.is_file():
-        raise ValueError(f"the file {path.absolute()} does not exist.")
+        raise LoadError(f"the file {path.absolute()} does not exist.")
     return {"file": str(path.resolve()), "name": name}
 
 

@@ -1,5 +1,6 @@
 """A dry run, and a start before it loads a model, find faults that would end the run a minute later."""
 
+import functools
 import json
 import os
 import pathlib
@@ -9,6 +10,7 @@ import shutil
 import pytest
 
 import podrl
+from podrl.cluster.rl_cluster import RLCluster
 from podrl.config import merge
 from podrl.data import conversation
 from podrl.data.mixture import split
@@ -262,22 +264,61 @@ FILES = {
     "data": ({"data": {"path": "no.jsonl"}}, r"no\.jsonl does not exist"),
     "eval_path": ({"data": {"eval_path": "no.jsonl"}}, r"no\.jsonl does not exist"),
     "a set": ({"eval": {"sets": ({"name": "s", "path": "no.jsonl"},)}}, r"no\.jsonl does not exist"),
-    "an environment": ({"env": {"environment": "no.py:Env"}}, r"no\.py does not exist"),
-    "another environment": ({"env": {"tools": ("calculator",), "others": ("no.py:Env",)}}, r"no\.py does not exist"),
-    "verifiers": ({"env": {"verifiers": "no/python"}}, r"env\.verifiers='no/python': there is no command"),
-    "a tool": ({"env": {"tools": ("no.py:tool",)}}, r"no\.py does not exist"),
+    "an environment": ({"env": {"environment": "no.py:Env"}}, r"env\.environment='no\.py:Env' .*no\.py does not exist"),
+    "a class": ({"env": {"environment": "{1}/mine.py:Scord"}}, r"env\.environment='.*:Scord' .*Did you mean 'scored'"),
+    "another environment": (
+        {"env": {"tools": ("calculator",), "others": ("no.py:Env",)}},
+        r"env\.others: 'no\.py:Env' .*no\.py does not exist",
+    ),
+    "verifiers": ({"env": {"verifiers": "no/python"}}, r"env\.verifiers='no/python' .*there is no command 'no/python'"),
+    "a program": ({"env": {"program": "no-program -x"}}, r"env\.program='no-program -x' .*no command 'no-program'"),
+    "a program's file": ({"env": {"program": "python no.py"}}, r"env\.program='python no\.py' .*no file '.*no\.py'"),
+    "a program's module": (
+        {"env": {"program": "python -m podrl.environments.sum_agent"}},
+        r"env\.program='.*' cannot be loaded: there is no module 'podrl\.environments\.sum_agent'",
+    ),
+    "a tool": ({"env": {"tools": ("no.py:tool",)}}, r"env\.tools: 'no\.py:tool' .*no\.py does not exist"),
+    "a tool's function": ({"env": {"tools": ("{1}/mine.py:scord",)}}, r"env\.tools: '.*:scord' .*Did you mean 'scored'"),
+    "a tool's limit": (
+        {"env": {"tools": ("calculator",), "max_calls_per_tool": {"calculater": 1}}},
+        r"env\.max_calls_per_tool names calculater, and the tools are calculator",
+    ),
+    "a server": ({"env": {"mcp": ("no-server -x",)}}, r"env\.mcp: no-server -x .*no command 'no-server'"),
+    "a reward": ({"reward": {"fns": ("no.py:f",)}}, r"reward\.fns='no\.py:f': the file .*no\.py does not exist"),
+    "a named reward": ({"reward": {"named": ("no.py:f",)}}, r"reward\.named.*='no\.py:f': the file .*no\.py does not"),
+    "a loss": ({"grpo": {"policy_loss_fn": "no.py:f"}}, r"grpo\.policy_loss_fn='no\.py:f': the file .*does not exist"),
+    "an engine": ({"rollout": {"engine": "no.py:E"}}, r"rollout\.engine='no\.py:E': the file .*no\.py does not exist"),
     "a plan": ({"log": {"plan": "no.json"}}, r"log\.plan='no\.json' is not a plan"),
     "a schema": ({"reward": {"fns": ("json_schema",), "text": {"schema": "no.json"}}}, r"no\.json"),
-    "a map": ({"data": {"sources": ({"path": "{0}", "transforms": ({"map": "no.py:f"},)},)}}, r"no\.py does not exist"),
+    "a map": (
+        {"data": {"sources": ({"path": "{0}", "transforms": ({"map": "no.py:f"},)},)}},
+        r"data\.sources: map='no\.py:f': the file .*no\.py does not exist",
+    ),
+    "a map's module": (
+        {"data": {"sources": ({"path": "{0}", "transforms": ({"map": "nowhere.at_all:f"},)},)}},
+        r"data\.sources: map='?nowhere\.at_all:f'?.*ModuleNotFoundError: No module named 'nowhere'",
+    ),
+    "a map's function": (
+        {"data": {"sources": ({"path": "{0}", "transforms": ({"map": "{1}/mine.py:scord"},)},)}},
+        r"data\.sources: map=.*mine\.py:scord.*Did you mean 'scored'",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", FILES)
-def test_files_that_do_not_exist(tmp_path, case):
+def test_files_and_code_that_do_not_exist_are_refused_before_a_model_is_loaded(tmp_path, case, monkeypatch):
+    monkeypatch.setattr(RLCluster, "__init__", None)  # to load a model is an error here
     changes, message = FILES[case]
-    changes = json.loads(json.dumps(changes).replace("{0}", records(tmp_path)["path"]))
-    with pytest.raises((ValueError, FileNotFoundError), match=message):
-        job.dry_run(values(**merge({"rollout": {"max_response_tokens": 128}}, changes)), "runs/x")
+    (tmp_path / "mine.py").write_text(MINE)
+    places = {"{0}": records(tmp_path)["path"], "{1}": str(tmp_path)}
+    text = json.dumps(changes)
+    for name, place in places.items():
+        text = text.replace(name, place)
+    made = values(**merge({"rollout": {"max_response_tokens": 128}}, json.loads(text)))
+    for start in (job.dry_run, functools.partial(job.run, command="podrl")):
+        with pytest.raises((ValueError, FileNotFoundError), match=message) as raised:
+            start(made, str(tmp_path / "run"))
+        assert "Traceback" not in str(raised.value) and "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize("algorithm", ["sft", "dpo", "kto"])
