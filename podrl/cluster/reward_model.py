@@ -1,5 +1,6 @@
 """The reward model: scores samples on the rollout side, on its own mesh."""
 
+import os
 from collections.abc import Sequence
 
 import jax
@@ -22,6 +23,14 @@ _PROBE = "The answer is 42.\n<answer>4 + 2 = 6</answer>"
 _ROWS = 8  # rows that each data shard scores at a time
 # Longest text in the reward model's own tokens, in multiples of the policy's longest sample; the rest is cut off.
 OWN_TOKENS = 2
+
+
+def own_tokenizer(directory: str | os.PathLike, policy: Tokenizer) -> Tokenizer | None:
+    """Returns the tokenizer of a reward model's directory; None if it is the policy's, or the directory has none."""
+    if not any((locate(directory) / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
+        return None
+    found = Tokenizer(directory)
+    return found if found.encode(_PROBE) != policy.encode(_PROBE) else None
 
 
 class RewardModel:
@@ -54,10 +63,7 @@ class RewardModel:
         check_one_host(mesh, key="roles.reward.mesh")
         self.mesh, self._policy = mesh, tokenizer
         self.model, self._params = scalar.load(directory, mesh, jnp.dtype(dtype))
-        self.own: Tokenizer | None = None
-        if any((locate(directory) / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
-            found = Tokenizer(directory)
-            self.own = found if found.encode(_PROBE) != tokenizer.encode(_PROBE) else None
+        self.own = own_tokenizer(directory, tokenizer)
         check_vocab(self.model, (self.own or tokenizer).vocab_size)
         self._longest = longest if self.own is None else OWN_TOKENS * longest
         parts = rules.time_shards(mesh)

@@ -21,7 +21,7 @@ from podrl.config import build
 from podrl.data.config import DataConfig
 from podrl.data.mixture import split
 from podrl.data.pipeline import has_format
-from podrl.data.tokenizer import Tokenizer, foreign
+from podrl.data.tokenizer import Tokenizer
 from podrl.environments.config import EnvironmentConfig
 from podrl.job import alike, describe
 from podrl.job.config import SCRATCH, Job, ModelSource, ScratchModel, parse, unset, with_prompt_length
@@ -97,10 +97,6 @@ def build_cluster(job: Job, on: Meshes, link: PullLink | None = None, tools: Seq
         rollout_config=job.rollout,
     )
     tokenizer = Tokenizer(job.model.tokenizer(job.tokenizer), tools=tools)
-    if job.tokenizer and job.model.path != SCRATCH and (warning := foreign(tokenizer.directory, job.model.directory)):
-        _log.warning("%s Leave out tokenizer=%s unless this is meant.", warning, job.tokenizer)
-    if job.model.reference and (warning := foreign(tokenizer.directory, hub.local(job.model.reference))):
-        _log.warning("%s Give a model.reference with the policy's tokenizer unless this is meant.", warning)
     actor: Any = job.model.path
     if actor == SCRATCH:
         trains = (

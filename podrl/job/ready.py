@@ -3,16 +3,19 @@
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Collection, Mapping
+import logging
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+from podrl.cluster.reward_model import own_tokenizer
+from podrl.cluster.teacher import tokenizer_of
 from podrl.cluster.worker import ends_of_samples
 from podrl.data import sources
 from podrl.data.config import is_generated
 from podrl.data.mixture import OpenedSource, split
 from podrl.data.pipeline import PartRenderer
 from podrl.data.shape import ANSWER, QUESTION
-from podrl.data.tokenizer import Tokenizer
+from podrl.data.tokenizer import Tokenizer, foreign
 from podrl.environments import dr_tulu
 from podrl.environments.config import is_own
 from podrl.environments.workers import Episodes
@@ -35,6 +38,7 @@ from podrl.runtime.roles import ROLLOUT, TRAINER
 from podrl.runtime.service import ServiceError
 from podrl.storage import hub, storage
 
+_log = logging.getLogger("podrl.job")
 _LOOK = 256  # records of a source whose fields are checked
 # Number of records of each source that are rendered as for training: at the start of a run, and in a dry run. To render
 # a conversation of six turns takes 10 ms, a very long one a second.
@@ -67,12 +71,10 @@ def check_models(job: Job, keys: Collection[str]) -> None:
             raise ValueError(f"{key}={path!r} is not a directory: give a Hugging Face directory.")
         if storage.is_remote(directory):  # a look at each file would be a request to the bucket
             continue
-        try:
+        with _named(key, path):
             model = read_config(directory)
             if orbax_files.find_checkpoint(directory) is None:
                 scan_directory(directory)
-        except ValueError as error:
-            raise ValueError(f"{key}={path!r}: {error}") from error
         if key in own and own[key][1].mesh not in (TRAINER, ROLLOUT):
             check_mesh(model, own[key][1].mesh, key=f"roles.{own[key][0]}.mesh")
     for key, mesh in (("roles.trainer.mesh", roles.trainer.mesh), ("roles.rollout.mesh", roles.rollout.mesh)):
@@ -81,19 +83,54 @@ def check_models(job: Job, keys: Collection[str]) -> None:
 
 
 def check_fit(job: Job, tokenizer: Tokenizer) -> None:
-    """Checks that tokenizer, prompt length and end tokens fit the trained model, and that the reward model has a head.
+    """Checks that tokenizer, prompt length and end tokens fit the trained model, and that the other models fit, too.
+
+    Every other model must have embeddings for all ids that it will read, and the reward model a head. Warns of a model
+    with another tokenizer that will read the policy's ids.
 
     Raises:
       ValueError: one of them does not fit; the message names its key.
     """
     model = model_of(job)
-    check_vocab(model, tokenizer.vocab_size)
+    with _named("model.path", job.model.path):
+        check_vocab(model, tokenizer.vocab_size)
+    if job.tokenizer and job.model.path not in ("", SCRATCH):
+        if warning := foreign(tokenizer.directory, job.model.directory):
+            _log.warning("%s Leave out tokenizer=%s unless this is meant.", warning, job.tokenizer)
     if not job.kind.scores:
         check_positions(model, job.rollout.max_prompt_length, 0)  # the cluster warns of long samples
         check_eos(ends_of_samples(job.rollout, tokenizer)[1], model)
     scorer = storage.locate(hub.local(job.reward.model)) if job.reward.model else None
     if scorer is not None and not storage.is_remote(scorer) and scorer.is_dir():  # hosts that train need not have it
         check_head(scorer)
+    teachers = [("model.teachers", teacher.path) for teacher in job.model.teachers]
+    others = [("model.reference", job.model.reference), ("model.critic", job.model.critic), *teachers]
+    for key, path in [*others, ("reward.model", job.reward.model)]:
+        directory = hub.local(path)
+        if path and storage.locate(directory).is_dir():
+            with _named(key, path):
+                _check_tokens(key, directory, tokenizer)
+
+
+def _check_tokens(key: str, directory: str, policy: Tokenizer) -> None:
+    """Checks that a model beside the policy can read the ids that it will get: the policy's, or its own tokenizer's."""
+    own = None
+    if key == "model.teachers":
+        own = tokenizer_of(directory, policy)
+    elif key == "reward.model":
+        own = own_tokenizer(directory, policy)
+    elif warning := foreign(policy.directory, directory):
+        _log.warning("%s Give a %s with the policy's tokenizer unless this is meant.", warning, key)
+    check_vocab(read_config(directory), (own or policy).vocab_size)
+
+
+@contextlib.contextmanager
+def _named(key: str, value: str) -> Iterator[None]:
+    """Puts a setting in front of the ValueErrors of a `with` block."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{key}={value!r}: {error}") from error
 
 
 def check_rewards(job: Job, rewards: Rewards, tokenizer: Tokenizer) -> None:

@@ -173,5 +173,5 @@ def check_vocab(config: ModelConfig, tokenizer_vocab_size: int) -> None:
     if tokenizer_vocab_size > config.vocab_size or 2 * tokenizer_vocab_size <= config.vocab_size:
         raise ValueError(
             f"The tokenizer has {tokenizer_vocab_size} ids and the model {config.vocab_size} embeddings: they must "
-            "belong together. Use the tokenizer that came with the model (model.path and tokenizer.path)."
+            "belong together. Use the tokenizer that came with the model."
         )

@@ -116,6 +116,45 @@ def test_settings_that_do_not_fit_the_model_are_found_before_it_is_loaded(rollou
         ready.check_fit(parse(values(rollout=rollout)), Tokenizer(podrl.TINY))
 
 
+AUXILIARY = {
+    "model.reference": ("grpo", lambda path: {"model": {"reference": path}}),
+    "model.critic": ("ppo", lambda path: {"model": {"critic": path}}),
+    "model.teachers": (
+        "opd",
+        lambda path: {"model": {"teachers": ({"path": path},)}},
+    ),
+    "reward.model": ("grpo", lambda path: {"reward": {"model": path}}),
+}
+
+
+@pytest.mark.parametrize("key", AUXILIARY)
+def test_a_model_beside_the_policy_that_lacks_ids_is_refused_before_a_model_is_loaded(
+    key, model, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(RLCluster, "__init__", None)  # to load a model is an error here
+    monkeypatch.setattr(ready, "check_head", lambda directory: None)  # the reward model has only its embeddings wrong
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"vocab_size": 100}))
+    algorithm, settings = AUXILIARY[key]
+    made = values(algorithm, **merge({"data": records(tmp_path)}, settings(str(model))))
+    for start in (job.dry_run, functools.partial(job.run, command="podrl")):
+        with pytest.raises(
+            ValueError, match=rf"{key}='{model}': The tokenizer has \d+ ids and the model 100 embeddings"
+        ):
+            start(made, str(tmp_path / "run"))
+
+
+@pytest.mark.parametrize("key", ["model.reference", "model.critic"])
+def test_a_model_that_reads_the_policys_ids_by_another_tokenizer_is_warned_of(key, model, tmp_path, caplog):
+    with (model / "tokenizer.json").open("a") as file:
+        file.write("\n")
+    algorithm, settings = AUXILIARY[key]
+    made = values(algorithm, **merge({"data": records(tmp_path)}, settings(str(model))))
+    assert job.dry_run(made, "runs/x") == EXIT_DONE
+    assert f"is not the tokenizer.json of the model in {model}" in caplog.text
+    assert f"Give a {key} with the policy's tokenizer unless this is meant" in caplog.text
+
+
 def test_a_set_that_cannot_be_scored_is_found_before_the_model_is_loaded(tmp_path):
     pair = {"prompt": "2+2?", "chosen": "4", "rejected": "5", "answer": "4"}
     (tmp_path / "asks.jsonl").write_text('{"prompt": "1+1?"}\n')
@@ -278,7 +317,10 @@ FILES = {
         r"env\.program='.*' cannot be loaded: there is no module 'podrl\.environments\.sum_agent'",
     ),
     "a tool": ({"env": {"tools": ("no.py:tool",)}}, r"env\.tools: 'no\.py:tool' .*no\.py does not exist"),
-    "a tool's function": ({"env": {"tools": ("{1}/mine.py:scord",)}}, r"env\.tools: '.*:scord' .*Did you mean 'scored'"),
+    "a tool's function": (
+        {"env": {"tools": ("{1}/mine.py:scord",)}},
+        r"env\.tools: '.*:scord' .*Did you mean 'scored'",
+    ),
     "a tool's limit": (
         {"env": {"tools": ("calculator",), "max_calls_per_tool": {"calculater": 1}}},
         r"env\.max_calls_per_tool names calculater, and the tools are calculator",
