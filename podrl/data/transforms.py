@@ -213,6 +213,6 @@ def _code(step: Transform) -> str:
     try:
         spec = spec_at(place, name)
         file = spec.get("file") or getattr(importlib.util.find_spec(spec["module"]), "origin", None)
-    except Exception as error:  # noqa: BLE001 - find_spec imports the package of a module, which may raise anything
+    except Exception as error:  # find_spec imports the package of a module, which may raise anything
         raise ValueError(f"data.sources: map={step.map!r}: {explain_load(error)}") from error
     return hashlib.sha256(pathlib.Path(file).read_bytes()).hexdigest() if file else ""

@@ -80,7 +80,7 @@ class _Server:
                 raise
             except BaseException as error:  # noqa: BLE001 - a server may be unreachable in many ways
                 why = self._secrets.hide(_describe(error))
-                if command and not opened and not isinstance(_innermost(error), TimeoutError):
+                if not self._server.is_url and not opened and not isinstance(_innermost(error), TimeoutError):
                     last = self._secrets.last_lines() or "(nothing)"
                     why = f"ended at its start, or is not an MCP server ({why}). Its standard error ends:\n{last}"
                     self._send({"failed": self._key, "why": why})

@@ -75,7 +75,8 @@ def dry_run(values: ConfigValues, workdir: str) -> int:
         check_all(job)
         if pathlib.Path(workdir).is_dir() and not hub.names(values):  # the run has commits beside names of the hub
             mine, defaults = identity.plain(job.as_mapping()), identity.plain(unset(job.algorithm))
-            identity.compare(workdir, pathlib.Path(workdir), mine, defaults)
+            for sentence in identity.compare(workdir, pathlib.Path(workdir), mine, defaults):
+                console.print(sentence)
     else:
         raise ValueError("model.path is empty: the run itself needs --config.model.path=DIR. All else is as printed.")
     return EXIT_DONE
@@ -223,8 +224,7 @@ def run(
     link = _pull_link(job, pod)
     role = TRAINER if pod is None else pod.seat.hosts.role(pod.seat.process)
     on = meshes(job.roles, pod.seat.hosts if pod else None, split=link is not None, role=role)
-    # Code that cannot be loaded, a record that cannot be rendered, or a reward that is misspelt, fails before models are
-    # loaded.
+    # Code that cannot be loaded, a record that cannot be rendered, or a misspelt reward fails before models are loaded.
     if _generates(pod) and not asks_template(environment_config(job.env)):  # else tools_of_prompts has loaded them
         with announce_if_long("Loading the environments and tools ...", log):
             check_environments(job, secrets=True)

@@ -94,9 +94,9 @@ def check_fit(job: Job, tokenizer: Tokenizer) -> None:
     model = model_of(job)
     with _named("model.path", job.model.path):
         check_vocab(model, tokenizer.vocab_size)
-    if job.tokenizer and job.model.path not in ("", SCRATCH):
-        if warning := foreign(tokenizer.directory, job.model.directory):
-            _log.warning("%s Leave out tokenizer=%s unless this is meant.", warning, job.tokenizer)
+    own = job.tokenizer and job.model.path not in ("", SCRATCH)
+    if own and (warning := foreign(tokenizer.directory, job.model.directory)):
+        _log.warning("%s Leave out tokenizer=%s unless this is meant.", warning, job.tokenizer)
     if not job.kind.scores:
         check_positions(model, job.rollout.max_prompt_length, 0)  # the cluster warns of long samples
         check_eos(ends_of_samples(job.rollout, tokenizer)[1], model)

@@ -14,18 +14,20 @@ from podrl.storage.storage import Place, complete_steps, first_line, locate, wri
 NAME = "config.json"
 DEFAULTS = "defaults.json"  # defaults of the job's settings
 # Settings that may change, because no step depends on them: where and when something is written or measured, how many
-# processes share the work, when a run warns or ends, and deadlines. The limits of worker processes are among them,
-# because a run that ended at a limit, with the advice to change it, must be able to go on.
+# processes share the work, when a run warns or ends, and deadlines.
 _FREE = ("log.", "checkpoint.", "eval.", "compile_cache", "data.cache", "trainer.eval_every_n_steps")
 _FREE += (
     "reward.workers",
-    "reward.limits.",
     "reward.judge.concurrency",
     "reward.code.at_once",
     "env.workers",
     "env.processes",
 )
 _FREE += ("roles.eval.hosts", "grpo.mismatch_", "ppo.mismatch_", "env.failed_share", "rollout.return_logprobs")
+# Limits at which a sample gets another reward, or is left out of the loss. They may change, because a run may resume on
+# a slower machine, or end at a limit with the advice to change it. The user is told that rewards may change.
+_LIMITS = ("reward.limits.", "reward.deadline_s", "env.deadline_s", "env.call_deadline_s", "env.blocked_s")
+_LIMITS += tuple(f"reward.code.{name}" for name in ("memory_mb", "cpu_s", "wall_s", "threads", "file_mb", "disk_mb"))
 # Values of trainer.offload that place the optimizer's state alike, so that they give the same bits.
 _SAME_BITS = ({"none", "reference"}, {"optimizer", "all"})
 _DEADLINE = "_s"  # ending of keys whose value is in seconds
@@ -93,9 +95,7 @@ def plain(config: ConfigValues) -> ConfigValues:
     return json.loads(json.dumps(config, default=name))
 
 
-def compare(
-    place: str, workdir: pathlib.Path, mine: ConfigValues, defaults: ConfigValues
-) -> tuple[list[str], list[str]]:
+def compare(place: str, workdir: pathlib.Path, mine: ConfigValues, defaults: ConfigValues) -> list[str]:
     """Compares a configuration with that of the run in a directory.
 
     Args:
@@ -105,14 +105,15 @@ def compare(
       defaults: defaults of the keys of `mine`, as far as known.
 
     Returns:
-      (changes that are allowed, keys that the run did not have), both empty if the directory holds no steps.
+      Sentences for the user: the changes that are allowed, and the keys that the run did not have. Empty if there are
+      none, or if the directory holds no steps.
 
     Raises:
       ValueError: the directory belongs to a run of another configuration; the error names the keys that differ.
     """
     checkpoints = locate(place) / "checkpoints"
     if not has_steps(workdir, checkpoints):
-        return [], []
+        return []
     theirs = read(workdir, checkpoints) or mine  # a run without a configuration can be resumed with any
     allowed, refused = changes(theirs, mine, defaults)
     if refused:
@@ -120,7 +121,10 @@ def compare(
             f"{place} holds a run of another configuration: " + "; ".join(refused[:8]) + ". "
             "Give the same configuration to resume it, or another --workdir to start a new run."
         )
-    return allowed, list(unknown(theirs, mine))
+    changed = [f"Changed since this run was last started: {'; '.join(allowed)}."] if allowed else []
+    if new := list(unknown(theirs, mine)):
+        changed.append(f"Keys that are new since this run was last started have their defaults: {', '.join(new)}.")
+    return changed
 
 
 def has_steps(workdir: Place, checkpoints: Place) -> bool:
@@ -146,8 +150,8 @@ def changes(theirs: ConfigValues, mine: ConfigValues, defaults: ConfigValues) ->
     theirs = _in_sequences(_in_prompts(theirs))
     settings = {key: value for key, value in theirs.items() if key in mine or not isinstance(value, Mapping)}
     for key, was, now in _differences(settings, mine, defaults):
-        free = key.startswith(_FREE) or key.endswith(_DEADLINE)
-        note = ""
+        free = key.startswith(_FREE + _LIMITS) or key.endswith(_DEADLINE)
+        note = " (samples that meet this limit may get other rewards than before)" if key.startswith(_LIMITS) else ""
         if key == "trainer.max_steps":
             spans = [name for values in (theirs, mine) if (name := _spanned(values))]
             free, note = not spans, f" ({spans[0]} spans all steps)" if spans else ""

@@ -337,13 +337,8 @@ class Run:
         """
         assert self.workdir is not None
         mine, defaults = identity.plain(self.config), identity.plain(self._defaults)
-        allowed, new = identity.compare(self.place, self.workdir, mine, defaults)
-        if allowed:
-            self.console.print("Changed since this run was last started: " + "; ".join(allowed) + ".")
-        if new:
-            self.console.print(
-                "Keys that are new since this run was last started have their defaults: " + ", ".join(new) + "."
-            )
+        for sentence in identity.compare(self.place, self.workdir, mine, defaults):
+            self.console.print(sentence)
         identity.write(self.workdir, mine, defaults)
 
     def _checkpoints(self, savers: Sequence[int]) -> Checkpoints:

@@ -36,6 +36,7 @@ def _config(**changed) -> dict:
     return values
 
 
+_LIMIT = "samples that meet this limit may get other rewards than before"
 _DEFAULTS = json.loads(json.dumps(unset("grpo")))
 
 
@@ -48,7 +49,11 @@ _DEFAULTS = json.loads(json.dumps(unset("grpo")))
         ({}, {"checkpoint__every": 7, "checkpoint__keep": 5}, ["checkpoint.every", "checkpoint.keep"], []),
         ({}, {"log__samples_every": 0, "log__stall_s": 9.0}, ["log.samples_every", "log.stall_s"], []),
         ({}, {"reward__deadline_s": 60.0, "reward__judge__timeout_s": 5.0}, ["reward.deadline_s", "reward.judge"], []),
-        ({}, {"reward__limits__memory_mb": 512}, ["reward.limits.memory_mb was 16384, now 512"], []),
+        ({}, {"reward__limits__memory_mb": 512}, [f"reward.limits.memory_mb was 16384, now 512 ({_LIMIT})"], []),
+        ({}, {"reward__code__cpu_s": 10}, [f"reward.code.cpu_s was 5, now 10 ({_LIMIT})"], []),
+        ({}, {"reward__code__memory_mb": 1024}, [f"reward.code.memory_mb was 512, now 1024 ({_LIMIT})"], []),
+        ({}, {"reward__code__score": "share"}, [], ["reward.code.score was 'all', now 'share'"]),
+        ({}, {"env__call_deadline_s": 9.0}, [f"env.call_deadline_s was 30.0, now 9.0 ({_LIMIT})"], []),
         (
             {},
             {"reward__named": ["length"]},
@@ -84,6 +89,15 @@ def test_which_keys_may_change(there, here, allowed, refused):
     found = identity.changes(_config(**there), _config(**here), _DEFAULTS)
     for texts, expected in zip(found, (allowed, refused), strict=True):
         assert len(texts) == len(expected) and all(t.startswith(e) for t, e in zip(texts, expected, strict=True))
+
+
+def test_every_limit_that_may_change_is_a_key():
+    def keys(node, prefix=""):
+        for name, value in node.items():
+            yield from keys(value, f"{prefix}{name}.") if isinstance(value, dict) else [f"{prefix}{name}"]
+
+    known = list(keys(_config()))
+    assert all(any(key.startswith(limit) for key in known) for limit in identity._LIMITS)
 
 
 def test_a_key_the_saved_run_does_not_know_had_its_default_there():

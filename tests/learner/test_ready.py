@@ -85,6 +85,10 @@ def test_a_run_directory_of_another_job_is_found(tmp_path, capsys):
     assert job.dry_run(made, str(run)) == EXIT_DONE
     with pytest.raises(ValueError, match=r"run holds a run of another configuration: seed was 0, now 1\. Give"):
         job.dry_run(made | {"seed": 1}, str(run))
+    capsys.readouterr()
+    assert job.dry_run(merge(made, {"reward": {"deadline_s": 60.0}}), str(run)) == EXIT_DONE
+    said = " ".join(capsys.readouterr().out.split())
+    assert "since this run was last started: reward.deadline_s was 30.0, now 60.0 (samples that meet this limit" in said
 
 
 @pytest.mark.parametrize("key", ["path", "reference"])
