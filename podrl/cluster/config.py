@@ -108,7 +108,7 @@ class ClusterConfig:
                     "give one of them."
                 )
             object.__setattr__(self, "rollout_engine", own)
-        check_engine(self.rollout_engine, self.rollout().clock)
+        check_engine(self.rollout_engine, self.rollout())
 
     def _check_modes(self) -> None:
         """Refuses keys of `rollout_config` that are not modes, and settings of Mode.EVAL that would have no effect."""

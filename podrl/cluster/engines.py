@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from podrl.engine.config import Ability
+from podrl.engine.config import Ability, RolloutConfig
 from podrl.trainer.custom import found
 
 # The engines of podrl by name: 'module:class' of each.
@@ -23,12 +23,13 @@ def engine_class(engine: str | type) -> Any:
     return found(ENGINES.get(engine, engine) if isinstance(engine, str) else engine, "rollout.engine")
 
 
-def check_engine(engine: str | type, clock: str) -> None:
+def check_engine(engine: str | type, rollout: RolloutConfig, calls_per_window: int | None = None) -> None:
     """Refuses an engine that podrl cannot use.
 
     Args:
       engine: the engine, as for `engine_class`.
-      clock: value of rollout.clock; 'wall' needs the ability 'windows'.
+      rollout: settings of the rollout, some of which need the ability 'windows'.
+      calls_per_window: value of env.calls_per_window, which needs this ability, too.
 
     Raises:
       ValueError: no engine has this name, the class cannot be loaded, or it lacks a method or the ability.
@@ -44,10 +45,16 @@ def check_engine(engine: str | type, clock: str) -> None:
             f"rollout.engine={engine!r} lacks {', '.join(lacks)}: an engine is a class with the methods of "
             "podrl.rollout.interface.RolloutEngine."
         )
-    if clock == "wall" and not able(engine, "windows"):
+    if able(engine, "windows"):
+        return
+    needs = {f"rollout.window_tokens={rollout.window_tokens}": rollout.window_tokens is not None}
+    needs |= {f"env.calls_per_window={calls_per_window}": calls_per_window is not None}
+    needs |= {"rollout.clock='wall'": rollout.clock == "wall"}
+    for setting in (setting for setting, used in needs.items() if used):
+        way = "set rollout.clock='tokens'" if rollout.clock == "wall" else "leave it out"
         raise ValueError(
-            f"rollout.clock='wall' changes weights inside samples, and rollout.engine={engine!r} does not declare the "
-            "ability 'windows' (podrl.engine.config.Ability): set rollout.clock='tokens', or rollout.engine='podrl'."
+            f"{setting} changes weights inside samples, and rollout.engine={engine!r} does not declare the ability "
+            f"'windows' (podrl.engine.config.Ability): {way}, or set rollout.engine='podrl'."
         )
 
 

@@ -559,7 +559,7 @@ def parse(values: ConfigValues) -> Job:
         named = tuple(dict.fromkeys((*own, *job.reward.named)))
         job = dataclasses.replace(job, reward=dataclasses.replace(job.reward, named=named))
     job.rollout.require(environment=job.env.used)
-    check_engine(job.rollout.engine, job.rollout.clock)
+    check_engine(job.rollout.engine, job.rollout, job.env.calls_per_window)
     _check_environments(job)
     if job.data.curriculum.used:
         if job.kind.offline:

@@ -237,14 +237,22 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
         return found
 
     def check_clock(self, rollout: RolloutConfig, calls_per_window: int | None) -> None:
-        """Refuses settings that rollout.clock='wall' cannot be combined with.
+        """Refuses settings that rollout.clock cannot be combined with, and settings of windows if there are none.
 
         Raises:
           ValueError: there is such a setting; the message names its key.
         """
-        if rollout.clock == "tokens":
-            return
         name = self.section
+        if rollout.clock == "tokens":
+            windows = {"rollout.window_tokens": rollout.window_tokens, "env.calls_per_window": calls_per_window}
+            for key, value in windows.items():
+                if value is not None and self.max_staleness < 2:
+                    raise ValueError(
+                        f"{key}={value} has no effect with {name}.max_staleness={self.max_staleness}, where one "
+                        "version of the weights draws all tokens of a sample: set "
+                        f"{name}.max_staleness to at least 2, or leave {key} out."
+                    )
+            return
         refused = {
             f"{name}.max_staleness=0: there is nothing for a clock to decide, set at least 1": not self.max_staleness,
             f"rollout.window_tokens={rollout.window_tokens}: windows end by the clock, leave it out": (

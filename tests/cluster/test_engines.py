@@ -93,16 +93,26 @@ def test_a_job_refuses_an_engine_that_it_cannot_use(mine, name, message):
         parse(values)
 
 
-def test_the_wall_clock_needs_an_engine_of_windows_before_anything_is_loaded(mine):
+@pytest.mark.parametrize(
+    ("setting", "group", "changed"),
+    [
+        ("rollout\\.clock='wall'", "rollout", {"clock": "wall"}),
+        ("rollout\\.window_tokens=8", "rollout", {"window_tokens": 8}),
+        ("env\\.calls_per_window=1", "env", {"calls_per_window": 1}),
+    ],
+)
+def test_settings_of_windows_need_an_engine_of_windows_before_anything_is_loaded(mine, setting, group, changed):
     values = unset("grpo")
     values["trainer"] |= {"max_steps": 1, "eval_every_n_steps": 0}
-    values["rollout"] |= {"engine": f"{mine}:Engine", "clock": "wall"}
-    values["grpo"]["max_staleness"] = 1
-    message = r"rollout\.clock='wall' .* rollout\.engine='.*:Engine' does not declare the ability 'windows'"
+    values["rollout"]["engine"] = f"{mine}:Engine"
+    values["grpo"]["max_staleness"] = 2
+    values[group] |= changed
+    message = setting + r" .* rollout\.engine='.*:Engine' does not declare the ability 'windows'"
     with pytest.raises(ValueError, match=message):
         parse(values)
-    with pytest.raises(ValueError, match=message):
-        configured("podrl", podrl.RolloutConfig(engine=f"{mine}:Engine", clock="wall"))
+    if group == "rollout":
+        with pytest.raises(ValueError, match=message):
+            configured("podrl", podrl.RolloutConfig(engine=f"{mine}:Engine", **changed))
 
 
 def test_each_setting_of_evaluations_is_honoured_or_refused_by_name():

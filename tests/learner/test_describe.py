@@ -124,6 +124,22 @@ def test_what_the_wall_clock_does_not_go_with_is_refused(name, changes, said):
         planned(name, **changes)
 
 
+@pytest.mark.parametrize(
+    ("name", "changes", "said"),
+    [
+        ("ppo", {"rollout": {"window_tokens": 8}}, "rollout.window_tokens=8 has no effect with ppo.max_staleness=0"),
+        (
+            "grpo",
+            {"grpo": {"max_staleness": 1}, "env": {"calls_per_window": 1}},
+            "env.calls_per_window=1 has no effect with grpo.max_staleness=1",
+        ),
+    ],
+)
+def test_settings_of_windows_are_refused_where_there_are_no_windows(name, changes, said):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        planned(name, **changes)
+
+
 def test_a_correction_without_effect_is_told():
     _, text = planned("dapo", grpo={"old_logprob": "sampler", "sampler_correction": "tis"})
     assert "times the sampler correction" in text
