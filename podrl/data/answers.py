@@ -112,9 +112,11 @@ def check(record: Record, names: Sequence[str], data: DataConfig) -> str:
     """Returns the reason why the answers in a record's fields `names` make no examples; '' if they do."""
     before = "prompt" if record.get("prompt") is not None else data.question_field
     if not _has_turns(record, names):
-        missing = [name for name in (before, *names) if not isinstance(record.get(name), str)]
-        return f"{missing[0]!r} is {str(record.get(missing[0]))[:80]!r}" if missing else ""
+        wrong = [name for name in (*names, before) if not isinstance(record.get(name), str)]
+        return lacks(record, wrong[0], data) if wrong else ""
     for name in names:
+        if record.get(name) is None:
+            return lacks(record, name, data)
         answer = record.get(name)
         if not isinstance(answer, str) and (fault := shape.turns_fault(answer, tools=record.get("tools"))):
             return f"{name!r} must be a text or turns: {fault}"
@@ -143,6 +145,19 @@ def check(record: Record, names: Sequence[str], data: DataConfig) -> str:
         both = " and ".join(map(repr, names))
         return f"{both} must ask the same question; they differ in {beginnings} before the assistant's first turn"
     return ""
+
+
+def lacks(record: Record, name: str, data: DataConfig) -> str:
+    """Describes a field that a record lacks, or whose value is no text, and how to name another field."""
+    if record.get(name) is not None:
+        return f"{name!r} is {str(record[name])[:80]!r} ({type(record[name]).__name__}), which is not text"
+    keys = {data.question_field: "question_field", data.answer_field: "answer_field"}
+    way = (
+        f"If another field holds it, name that field in data.{keys[name]}"
+        if name in keys
+        else f"If another field holds it, rename it in data.sources: transforms=({{'rename': {{'FIELD': {name!r}}}}},)"
+    )
+    return f"{name!r} is {'null' if name in record else 'missing'}. {way}"
 
 
 def _has_turns(record: Record, names: Sequence[str]) -> bool:

@@ -123,5 +123,10 @@ def check_form(record: Record, place: str, data: DataConfig) -> None:
             f"{place} has {', '.join(record) or 'no fields'}: a labelled answer needs the text 'completion' (or "
             f"its turns), and before it 'prompt' or {data.question_field!r}; {fault}."
         )
-    if not isinstance(label := record.get("label"), bool | np.bool_):
+    if (label := record.get("label")) is None:
+        raise ValueError(
+            f"{place} has {', '.join(record)}: a labelled answer needs the field 'label', true for a good answer and "
+            f"false for a bad one; {answers.lacks(record, 'label', data)}."
+        )
+    if not isinstance(label, bool | np.bool_):
         raise ValueError(f"{place}: 'label' is {label!r} but must be true (a good answer) or false (a bad one).")

@@ -203,7 +203,10 @@ def check_form(record: Record, place: str, data: DataConfig) -> None:
     elif record.get("completion") is not None:
         fault = answers.check(record, ("completion",), data)
     else:
-        fault = "" if _solved(record, place, data) else "the record has none of these"
+        asked = {"prompt": "completion", data.question_field: data.answer_field}
+        lacking = [name for asks, name in asked.items() if record.get(asks) is not None and record.get(name) is None]
+        none = answers.lacks(record, lacking[0], data) if lacking else "the record has none of these"
+        fault = "" if _solved(record, place, data) else none
     if fault:
         raise ValueError(
             f"{place} has {', '.join(record) or 'no fields'}: an example needs 'messages' (a list of "

@@ -58,7 +58,11 @@ def test_half_of_the_embedded_task_is_good_and_the_stream_resumes():
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ({"prompt": "a", "completion": "b"}, r"line 1: 'label' is None but must be true"),
+        (
+            {"prompt": "a", "completion": "b"},
+            r"line 1 has prompt, completion: .*; 'label' is missing\. .* rename",
+        ),
+        ({"prompt": "a", "completion": None, "label": True}, r"line 1 has .*; 'completion' is null\. .* data\.sources"),
         ({"prompt": "a", "completion": "b", "label": "yes"}, r"line 1: 'label' is 'yes' but must be true"),
         ({"prompt": "a", "label": True}, r"line 1 has prompt, label: a labelled answer needs the text 'completion'"),
         ({"completion": "b", "label": True}, "before it 'prompt' or 'question'"),

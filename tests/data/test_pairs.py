@@ -83,6 +83,14 @@ def test_pairs_with_a_long_answer_are_left_out(tokenizer, tmp_path):
         ({"prompt": "p", "chosen": "a"}, r"pairs.jsonl line 1 has prompt, chosen: a pair needs .*'rejected'"),
         ({"chosen": "a", "rejected": "b"}, "before them 'prompt' or 'question'"),
         ({"prompt": "p", "chosen": "a", "rejected": "a"}, "line 1 prefers an answer to itself"),
+        (
+            {"prompt": "p", "better": "a", "worse": "b"},
+            r"prompt, better, worse: .*; 'chosen' is missing\. .* rename",
+        ),
+        ({"prompt": "p", "chosen": "a", "rejected": None}, r"; 'rejected' is null\. .* rename it in data\.sources"),
+        ({"prompt": [{"role": "user", "content": "p"}], "chosen": "a"}, r"; 'rejected' is missing\. .* rename it"),
+        ({"ask": "p", "chosen": "a", "rejected": "b"}, r"; 'question' is missing\. .* field in data\.question_field"),
+        ({"prompt": "p", "chosen": "a", "rejected": 3}, r"; 'rejected' is '3' \(int\), which is not text"),
     ],
 )
 def test_what_is_no_pair_is_refused(tokenizer, tmp_path, row, message):
