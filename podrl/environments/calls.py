@@ -40,7 +40,7 @@ _TAG = re.compile(r"<[|/]{0,2}+([A-Za-z_:-]{3,24}+)\|?+>?+")
 _NO_CALLS = frozenset(("answer", "think", "tool_output", "tool_response", "snippet", "webpage"))
 _ALIKE = 0.8  # smallest difflib ratio at which a tag counts as a misspelt tag of a call
 _LAST_TAGS = 64  # largest number of different tags of a turn, the last ones, that are compared with the tags of calls
-_DEPTH = 64  # deepest nesting of arrays and objects in JSON of a model or a tool
+DEPTH = 64  # deepest nesting of arrays and objects in JSON of a model, a tool or a client
 _SHOWN = 80  # largest number of characters of the model's text that a message quotes
 _STRUCTURE = re.compile(
     r"<(?=\||/?(?:tool_output|snippet|webpage|call_tool|call|tool|tool_call|tool_response|answer)\b)", re.IGNORECASE
@@ -652,12 +652,12 @@ def _values(text: str, most: int | None = None) -> list[object]:
         try:
             value, at = _DECODER.raw_decode(text, at)
         except RecursionError:
-            raise ValueError(f"it nests deeper than {_DEPTH} arrays and objects") from None
+            raise ValueError(f"it nests deeper than {DEPTH} arrays and objects") from None
         except ValueError as error:
             if values:
                 raise _MoreError(f"after its end, {error}") from None
             raise
-        _check_depth(value)
+        check_depth(value)
         values.append(value)
         while at < len(text) and (text[at].isspace() or (text[at] in ",;" and most is None)):
             at += 1
@@ -667,18 +667,19 @@ def _values(text: str, most: int | None = None) -> list[object]:
             raise _MoreError(f"more follows its end: char {at}")
 
 
-def _check_depth(value: object) -> None:
-    level = [value]
-    for _ in range(_DEPTH + 1):
+def check_depth(value: object) -> None:
+    """Raises ValueError if arrays and objects nest deeper than `DEPTH`, at which code that recurses could fail."""
+    level = [value] if isinstance(value, dict | list) else []
+    for _ in range(DEPTH):
         level = [
             inner
             for one in level
-            if isinstance(one, dict | list)
             for inner in (one.values() if isinstance(one, dict) else one)
+            if isinstance(inner, dict | list)
         ]
         if not level:
             return
-    raise ValueError(f"it nests deeper than {_DEPTH} arrays and objects")
+    raise ValueError(f"it nests deeper than {DEPTH} arrays and objects")
 
 
 def _near(text: str, names: Sequence[str]) -> Iterator[str]:

@@ -17,6 +17,7 @@ from typing import Any
 import httptools
 import msgspec
 
+from podrl.environments.calls import DEPTH, check_depth
 from podrl.environments.wire.requests import RefusedRequest
 
 BACKLOG = 4096  # connections that wait to be accepted
@@ -417,13 +418,16 @@ def parse(body: bytes | bytearray) -> Any:
     """Parses the JSON of a body.
 
     Raises:
-      RefusedRequest: the body is not JSON, or it has NaN, an infinity, or half of a surrogate pair, which no text can
-        hold.
+      RefusedRequest: the body is not JSON, nests deeper than `DEPTH`, or has NaN, an infinity, or half of a surrogate
+        pair, which no text can hold.
     """
     try:
-        return msgspec.json.decode(body)
+        value = msgspec.json.decode(body)
+        if body.count(b"[") + body.count(b"{") > DEPTH:  # most bodies have fewer, and need no check of every value
+            check_depth(value)
+        return value
     except (ValueError, RecursionError) as error:
-        raise RefusedRequest(400, "invalid_json", f"The body is not JSON: {error}.") from None
+        raise RefusedRequest(400, "invalid_json", f"The body is not JSON that can be read: {error}.") from None
 
 
 def to_json(value: Any) -> bytes:

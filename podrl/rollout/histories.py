@@ -14,7 +14,7 @@ import numpy as np
 
 from podrl.data import conversation
 from podrl.data.tokenizer import ORDINARY, Tokenizer
-from podrl.environments.calls import Json, Tags, ToolOutput, format_of
+from podrl.environments.calls import Json, Tags, ToolOutput, check_depth, format_of
 from podrl.environments.dr_tulu import query_of
 from podrl.environments.wire.requests import RefusedRequest
 from podrl.mappings import ChatMessage, JsonObject, ToolSchema
@@ -282,8 +282,10 @@ def _with_objects(message: ChatMessage) -> ChatMessage:
 
 
 def _object(arguments: str) -> Any:
-    """Parses the arguments of a call; text that is not JSON stays text."""
+    """Parses the arguments of a call; text that is not JSON, or nests too deep, stays text."""
     try:
-        return json.loads(arguments)
+        value = json.loads(arguments)
+        check_depth(value)
+        return value
     except (ValueError, RecursionError):
         return arguments

@@ -23,6 +23,15 @@ from podrl.environments import front_http, front_worker
 
 CHAT, IDS = "/v1/chat/completions", "/inference/v1/generate"
 HI = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
+
+
+def nested(depth):
+    """Makes the body of a request whose JSON nests `depth` arrays and objects."""
+    body = HI | {"tools": [{"type": "function", "function": {"name": "f", "parameters": "DEEP"}}]}
+    deep = '{"properties":' * (depth - 5) + "{}" + "}" * (depth - 5)
+    return json.dumps(body).replace('"DEEP"', deep).encode()
+
+
 BODY = 1 << 16  # bytes; longest body in these tests
 # This grace is long enough for every retry; PATIENCE_S only ends a test that hangs.
 SETTINGS = FrontSettings(max_requests=3, body_bytes=BODY, grace_s=2 * PATIENCE_S, context_tokens=64, page=True)
@@ -138,6 +147,7 @@ def test_a_refusal_of_the_owner_has_its_status_also_for_streams(shared):
         ({"method": "GET"}, 405, "method_not_allowed"),
         ({"body": b"{"}, 400, "invalid_json"),
         ({"body": b"[" * 20000}, 400, "invalid_json"),
+        *(({"body": nested(depth)}, 400, "invalid_json") for depth in (65, 500, 960)),
         ({"body": [1]}, 400, "invalid_type"),
         ({"body": b" " * (BODY + 1)}, 413, "request_too_large"),
         ({"body": HI | {"model": "gpt-5"}}, 404, "model_not_found"),
@@ -153,6 +163,13 @@ def test_a_request_that_is_not_served_is_told_why(shared, request_, status, code
     got, body = Client(shared, **request_).json()
     assert (got, body["error"]["code"]) == (status, code) and body["error"]["message"].endswith(".")
     assert not shared.poll(0.0)
+
+
+def test_a_body_that_nests_64_deep_is_served(shared):
+    client = Client(shared, body=nested(64))
+    ((number, _),) = events(shared, 1)
+    shared.reply(number, answer("ho"))
+    assert client.json()[0] == 200
 
 
 def test_a_body_of_chunks_is_bounded_too(shared):
