@@ -301,8 +301,10 @@ def defaults(cls: type) -> dict[str, Any]:
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             values[field.name] = merge(defaults(type(value)), _without_none(dataclasses.asdict(value)))
         elif value is None:
-            choices = [type(c) for t in typing.get_args(hints[field.name]) for c in typing.get_args(t)]
-            simple = [t for t in (*typing.get_args(hints[field.name]), *choices) if t in (int, float, str, bool)]
+            options = typing.get_args(hints[field.name])
+            choices = [type(c) for t in options if typing.get_origin(t) is typing.Literal for c in typing.get_args(t)]
+            kinds = [*options, *choices, *(tuple for t in options if typing.get_origin(t) is tuple)]
+            simple = [t for t in kinds if t in (int, float, str, bool, tuple)]
             values[field.name] = config_dict.placeholder(simple[0]) if simple else None
         else:
             values[field.name] = value

@@ -209,7 +209,9 @@ def _check_overrides(argv: Sequence[str], config: ConfigDict) -> None:
                 hint = "" if i else other_section(key, config.algorithm)
                 hint = hint or elsewhere(key, config.to_dict(), "config.") or nearest(key, known)
                 raise ValueError(f"{where} has no key {key!r}.{hint}")
-            group = group.get_ref(key).get() if group.get(key) is None else group[key]
+            parent, group = group, group.get(key)
+            if parent.get_type(key) is type(None):  # a field of a class, such as an optimizer
+                raise ValueError(f"config.{path} is an object, which no flag can hold: set it in a configuration file.")
         if isinstance(group, ConfigDict):
             raise ValueError(f"{arg}: config.{path} is a group of keys; set one of them: {', '.join(group)}.")
 

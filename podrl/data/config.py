@@ -167,6 +167,11 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         if self.sources:
+            if self.path not in ("", *EMBEDDED, *(source.path for source in self.sources)):
+                raise ValueError(
+                    f"data.path={self.path!r} is not read, because data.sources names the data: add it there as a "
+                    "source, or set data.path=''."
+                )
             object.__setattr__(self, "path", "")
             _check_mixture(self.sources)
         elif not self.path:

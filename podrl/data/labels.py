@@ -1,6 +1,8 @@
 """Streams of labelled answers, as batches of tokens: a prompt, an answer, and whether the answer is a good one."""
 
 import dataclasses
+import logging
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,11 +11,15 @@ from jaxtyping import Bool, Float, Int
 from podrl.data import answers, pipeline
 from podrl.data.answers import Example, encode
 from podrl.data.config import EMBEDDED, DataConfig
+from podrl.data.mixture import OpenedSource
 from podrl.data.problem_generator import RandomDraws
 from podrl.data.sft import SFTBatch, by_part, forms, open_answers
 from podrl.data.stream import BatchStream, Limit, Stream, TooLong
 from podrl.data.tokenizer import Tokenizer
 from podrl.mappings import Record
+
+_log = logging.getLogger("podrl.data")
+_LOOK = 1000  # records of a source whose labels are compared
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +82,7 @@ class LabelStream(BatchStream[_LabelledExample]):
         """
         limit = Limit(max_length, "kto.max_length", data.long_prompts)
         source, parts = open_answers(data, check_form)
+        _warn_of_one_label(parts)
         writer = by_part([_Writer(part.config, tokenizer, limit) for part in parts])
         seed = data.seed if data.shuffle else None
         stream = Stream(source, writer, seed, limit, tools=tokenizer.tools_digest)
@@ -110,6 +117,19 @@ class _Writer:
             desirable = bool(record["label"])
             (example,) = answers.of_record(record, ("completion",), self._render, self._tokenizer, self._limit)
         return example if isinstance(example, TooLong) else _LabelledExample(example, desirable)
+
+
+def _warn_of_one_label(parts: Sequence[OpenedSource]) -> None:
+    """Warns if all of the first records have the same label, which is often a mistake of the data."""
+    if any(part.config.path in EMBEDDED for part in parts):
+        return
+    labels = [bool(part.train[i]["label"]) for part in parts for i in range(min(len(part.train), _LOOK))]
+    if len(labels) > 1 and len(set(labels)) == 1:
+        _log.warning(
+            "All of the first %d records have 'label': %s, and KTO learns from the difference between good and bad "
+            "answers. Check the labels.",
+            *(len(labels), str(labels[0]).lower()),
+        )
 
 
 def check_form(record: Record, place: str, data: DataConfig) -> None:

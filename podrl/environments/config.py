@@ -68,6 +68,11 @@ class MCPServer:
             ) from None
         if not words:
             raise ValueError("env.mcp.target is empty: give a command, http://HOST:PORT/mcp or http://HOST:PORT/sse.")
+        if "://" in words[0] and not self.is_url:
+            raise ValueError(
+                f"env.mcp.target={self.target!r} is no command, and the address of a server begins with http:// or "
+                "https://."
+            )
         if self.is_url and self.environment:
             raise ValueError(f"env.mcp.environment is for commands, and {self.target} is an address: use headers.")
         if not self.is_url and self.headers:

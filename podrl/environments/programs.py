@@ -124,6 +124,11 @@ class ProgramEnvironment:
         """
         self._command = config.command
         missing = "" if shutil.which(self._command[0]) else f"command {self._command[0]!r}"
+        if missing and pathlib.Path(self._command[0]).is_file():
+            raise LoadError(
+                f"the file {self._command[0]!r} is not executable: run chmod +x on it, or begin with its interpreter, "
+                f"such as 'python {self._command[0]}'."
+            )
         if self._command[0] == "python":
             missing = _missing_code(self._command[1:])
             self._command[0] = sys.executable

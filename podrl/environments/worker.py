@@ -22,7 +22,7 @@ from podrl.environments.wire.requests import ASIDE, Answer, Choice, ParsedReques
 from podrl.mappings import JsonObject
 from podrl.workers import child
 from podrl.workers.frames import pack
-from podrl.workers.user_objects import explain, explain_load, extend_path, load, short
+from podrl.workers.user_objects import LoadError, explain, explain_load, extend_path, load, short
 
 HEARTBEAT_S = 0.2  # time between two frames that show the host that the event loop runs
 _EPISODE_FRAMES = ("start", "turn", "answer", "rest", "cancel")  # kinds of frames that belong to one episode
@@ -301,8 +301,7 @@ class _Worker:
         try:
             for name, spec in specs.items():
                 environment = self._environments[name] = _environment(name, spec, config, self._folder)
-                if not callable(getattr(environment, "run", None)):
-                    raise TypeError(f"{short(environment)} has no `async def run(self, task, model)`")
+                _check_playable(environment)
             own = getattr(self._environments[config.environment], "config", None)
             reply["loaded"] = dataclasses.asdict(own) if isinstance(own, EnvironmentConfig) else None
         except BaseException as error:  # noqa: BLE001 - reported to the parent, which raises
@@ -340,6 +339,33 @@ def _environment(name: str, spec: Mapping[str, str] | None, config: EnvironmentC
     if spec is None:
         return OneTurn if name == NONE else ToolEnvironment(config=config)
     return load(spec)
+
+
+def _check_playable(environment: Any) -> None:
+    """Checks that an episode can make an object of a class without arguments, and can call `run(task, model)` of it.
+
+    Raises:
+      LoadError: it cannot; the message says why.
+    """
+    a_class, run = inspect.isclass(environment), getattr(environment, "run", None)
+    name = environment.__name__ if a_class else f"the {type(environment).__name__} {short(environment)}"
+    if not callable(run):
+        raise LoadError(f"{name} has no `async def run(self, task, model)`.")
+    try:
+        if a_class:
+            inspect.signature(environment).bind()
+    except TypeError as error:
+        why = f"{name} is made anew for each episode, without arguments ({error}): give them defaults"
+        raise LoadError(f"{why}, or name an object in place of the class.") from None
+    except ValueError:  # a class without a signature, such as one written in C
+        pass
+    unbound = a_class and not isinstance(inspect.getattr_static(environment, "run"), staticmethod | classmethod)
+    try:
+        inspect.signature(run).bind(*[None] * (3 if unbound else 2))
+    except TypeError as error:
+        raise LoadError(f"`run` of {name} is called with task and model: {error}.") from None
+    except ValueError:
+        pass
 
 
 def _result_fields(result: Any) -> dict[str, Any]:

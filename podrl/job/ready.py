@@ -102,7 +102,8 @@ def check_fit(job: Job, tokenizer: Tokenizer) -> None:
         check_eos(ends_of_samples(job.rollout, tokenizer)[1], model)
     scorer = storage.locate(hub.local(job.reward.model)) if job.reward.model else None
     if scorer is not None and not storage.is_remote(scorer) and scorer.is_dir():  # hosts that train need not have it
-        check_head(scorer)
+        with _named("reward.model", job.reward.model):
+            check_head(scorer)
     teachers = [("model.teachers", teacher.path) for teacher in job.model.teachers]
     others = [("model.reference", job.model.reference), ("model.critic", job.model.critic), *teachers]
     for key, path in [*others, ("reward.model", job.reward.model)]:

@@ -188,7 +188,7 @@ def read_config(directory: str | os.PathLike) -> ModelConfig:
     """
     path = locate(directory) / "config.json"
     if not path.exists():
-        raise ValueError(f"{directory} has no config.json: point model.path at a Hugging Face model directory.")
+        raise ValueError(f"{directory} has no config.json: give a Hugging Face model directory.")
     config = config_from_hf(load_object(path), where=str(path))
     # An output matrix in the weights overrides the flag tie_word_embeddings, as in transformers.
     own_head = config.tie_embeddings and has_own_head(locate(directory))

@@ -254,7 +254,7 @@ class Rewards:
     def check_fields(
         self, records: Sequence[tuple[str, TaskFields]], own: Sequence[str], fields_of_job: Collection[str]
     ) -> None:
-        """Refuses records without a field that a function takes.
+        """Refuses records without a field that a function takes, and functions that cannot take completions.
 
         Args:
           records: place and fields of some records of a source.
@@ -263,10 +263,13 @@ class Rewards:
             if a record lacks it.
 
         Raises:
-          ValueError: a record lacks a field; the message names the record, the function and the field.
+          ValueError: a record lacks a field, or a function has other arguments; the message names the record, the
+            function and the field.
         """
-        needs, dataset = self._about("needs"), self._config.dataset_field
+        needs, dataset, leading = self._about("needs"), self._config.dataset_field, self._about("leading")
         for function in (f for f in self._functions if f.scores(own)):
+            if mistake := worker.mistaken(leading[function.name], fields_of_job, function.name):
+                raise ValueError(f"Reward function {function.name} {mistake}.")
             mine = [one for one in records if function.dataset in ("", str(one[1].get(dataset)))]
             # Built-in functions refuse a record without the field; users' functions get None.
             always = (function.spec or {}).get("module", "").startswith(f"{__package__}.")
@@ -364,8 +367,8 @@ class Rewards:
                     f"{problem}."
                 )
 
-    def _about(self, what: Literal["needs", "options"]) -> dict[str, list[str]]:
-        """Returns the result of `worker.needs` or `worker.options`, names of arguments, for each function."""
+    def _about(self, what: Literal["needs", "options", "leading"]) -> dict[str, Any]:
+        """Returns the result of `worker.needs`, `worker.options` or `worker.leading` for each function."""
         here = {f.name: getattr(worker, what)(f.here) for f in self._functions if f.here is not None}
         return here | {name: about[what] for name, about in (self._pool.about if self._pool else {}).items()}
 

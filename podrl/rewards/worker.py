@@ -5,11 +5,10 @@ The process imports the standard library and what reward functions import, never
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from podrl.config import plural
-from podrl.mappings import TaskColumns
 from podrl.runtime.service import is_away
 from podrl.workers import child
 from podrl.workers.user_objects import explain, one_line, short
@@ -23,8 +22,8 @@ def call(fn: Callable[..., object], prompts: list[str], completions: list[str], 
       that the function asks cannot be reached; or {'bad': what is wrong}, with the index 'sample' if a single value is
       wrong.
     """
-    if mistaken := _mistaken(fn, fields):
-        return {"bad": mistaken}
+    if mistake := mistaken(leading(fn), fields, getattr(fn, "__name__", "f")):
+        return {"bad": mistake}
     try:
         result = _apply(fn, prompts, completions, fields)
         if isinstance(result, str | Mapping) or not hasattr(result, "__iter__"):
@@ -54,7 +53,7 @@ def call(fn: Callable[..., object], prompts: list[str], completions: list[str], 
 def main() -> None:
     """Serves requests until the parent closes the pipe; the argument is a podrl.workers.user_code.Limits as JSON."""
     child.serve(
-        lambda fn, spec: {"needs": needs(fn), "options": options(fn)},
+        lambda fn, spec: {"needs": needs(fn), "options": options(fn), "leading": leading(fn)},
         lambda fn, batch: call(fn, batch["prompts"], batch["completions"], batch["fields"]),
     )
 
@@ -83,24 +82,39 @@ def _of_fields(fn: Callable[..., object]) -> list[inspect.Parameter]:
     return [p for p in named if p.name not in ("prompts", "completions")]
 
 
-def _mistaken(fn: Callable[..., object], fields: TaskColumns) -> str:
-    """Returns the reason why a reward function cannot get prompts and completions as its first two arguments, or ''."""
+def leading(fn: Callable[..., object]) -> list[str] | None:
+    """Names the arguments that get prompts and completions by their place; a positional-only one ends in '/'.
+
+    Returns:
+      At most two names; None if the function takes completions by name, or any number of arguments.
+    """
     try:
         parameters = list(inspect.signature(fn).parameters.values())
     except (TypeError, ValueError):
-        return ""
+        return None
     if any(p.name == "completions" or p.kind is p.VAR_POSITIONAL for p in parameters):
+        return None
+    placed = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return [p.name + "/" * (p.kind is p.POSITIONAL_ONLY) for p in placed[:2]]
+
+
+def mistaken(first: Sequence[str] | None, fields: Collection[str], name: str) -> str:
+    """Returns the reason why a reward function cannot get prompts and completions as its first two arguments, or ''.
+
+    Args:
+      first: result of `leading`.
+      fields: names of the fields of records that the function gets by keyword.
+      name: name of the function.
+    """
+    taken = [argument for argument in first or () if argument in fields]
+    if first is None or (len(first) == 2 and not taken):
         return ""
-    first = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][:2]
-    taken = [p.name for p in first if p.kind is p.POSITIONAL_OR_KEYWORD and p.name in fields]
-    if len(first) == 2 and not taken:
-        return ""
-    shown = ", ".join([*(p.name for p in first), "..."])
+    shown = ", ".join([*first, "..."])
     what = f"{taken[0]!r} is a field of the records" if taken else "it takes fewer"
-    others = "".join(f", {name}" for name in taken)
+    others = "".join(f", {argument}" for argument in taken)
     return (
         f"is defined with ({shown}), but its first two arguments get the prompts and the completions, "
-        f"and {what}: define it as {getattr(fn, '__name__', 'f')}(prompts, completions{others}, **fields)"
+        f"and {what}: define it as {name}(prompts, completions{others}, **fields)"
     )
 
 

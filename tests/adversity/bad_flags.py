@@ -185,6 +185,8 @@ OVERRIDES = {
     "text for a tuple": launch("--config.reward.weights=heavy", ["reward.weights", "heavy"]),
     "unknown algorithm": launch("--config.algorithm=grop", ["grop", "grpo"]),
     "empty algorithm": launch("--config.algorithm=", ["algorithm"]),
+    "text for a tuple of ids": launch("--config.rollout.eos_tokens=<eos>", ["rollout.eos_tokens[0]='<eos>'", "whole"]),
+    "text for an object": launch("--config.trainer.actor_optimizer=adam", ["trainer.actor_optimizer", "an object"]),
     "refused by name": launch("--config.rollout.tensor_parallel_size=2", ["tensor_parallel_size"]),
 }
 

@@ -218,6 +218,14 @@ REWARDS = {
     "none": reward(["reward.fns"], "", "--config.reward.fns=()"),
     "a number": reward(["reward.fns", "3"], "", "--config.reward.fns=(3,)"),
     "markup": reward(["[bold]x[/b]"], "", "--config.reward.fns=('[bold]x[/b]',)"),
+    "of one argument": reward(
+        ["Reward function score is defined with (completion, ...)", "define it as score(prompts, completions"],
+        "def score(completion):\n    return 1.0\n",
+    ),
+    "the first argument is a field": reward(
+        ["Reward function score is defined with (question, answer, ...)", "'question' is a field of the records"],
+        "def score(question, answer):\n    return [1.0] * len(question)\n",
+    ),
     "file nowhere": reward(["nowhere.py", "does not exist"], "", "--config.reward.fns=('nowhere.py:f',)"),
     "module nowhere": reward(["nowhere_at_all"], "", "--config.reward.fns=('nowhere_at_all:f',)"),
     "no function in the file": reward(["score"], "x = 1\n"),
@@ -238,8 +246,56 @@ REWARDS = {
     "judge's retries": reward(["retries=-1"], "", "--config.reward.judge.retries=-1"),
 }
 
+
+def environment(words, source: str, *args: str) -> Bad:
+    """Runs the small job with an environment or tools from its own file."""
+    room = "--config.rollout.max_response_tokens=80"
+    return Bad([*BASE, room, *args], words, files={"mine.py": source})
+
+
+_GAME = "--config.env.environment=mine.py:Game"
+ENVIRONMENTS = {
+    "without run": environment(
+        ["env.environment='mine.py:Game'", "Game has no `async def run("], "class Game: ...\n", _GAME
+    ),
+    "run without the model": environment(
+        ["env.environment='mine.py:Game'", "`run` of Game is called with task and model: too many"],
+        "class Game:\n    async def run(self, task):\n        pass\n",
+        _GAME,
+    ),
+    "a class that needs arguments": environment(
+        ["env.environment='mine.py:Game'", "made anew for each episode", "'size'"],
+        "class Game:\n    def __init__(self, size): ...\n    async def run(self, task, model): ...\n",
+        _GAME,
+    ),
+    "misspelt": environment(
+        ["env.environment='mine.py:Gmae'", "mine.py has no function or class 'Gmae'", "Did you mean 'Game'?"],
+        "class Game: ...\n",
+        "--config.env.environment=mine.py:Gmae",
+    ),
+    "does not parse": environment(["env.environment='mine.py:Game'", "invalid syntax", "line 1"], "def (:\n", _GAME),
+    "no module": environment(
+        ["env.environment='nowhere_at.all:G'", "No module named 'nowhere_at'"],
+        "",
+        "--config.env.environment=nowhere_at.all:G",
+    ),
+    "a program that is no command": environment(
+        ["env.program='./mine.py'", "is not executable", "'python ./mine.py'"],
+        "x = 1\n",
+        "--config.env.program=./mine.py",
+    ),
+    "a server of another scheme": environment(
+        ["env.mcp.target='ftp://x/y'", "http://"], "", "--config.env.mcp=('ftp://x/y',)"
+    ),
+}
+
 CASES = {
     f"{group} {name}": bad
-    for group, table in (("model:", MODELS), ("tokenizer:", TOKENIZERS), ("reward:", REWARDS))
+    for group, table in (
+        ("model:", MODELS),
+        ("tokenizer:", TOKENIZERS),
+        ("reward:", REWARDS),
+        ("environment:", ENVIRONMENTS),
+    )
     for name, bad in table.items()
 }

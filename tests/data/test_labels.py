@@ -73,6 +73,14 @@ def test_refused_records(tmp_path, record, message):
         LabelStream(written(tmp_path, record), Tokenizer(TINY), answers=2, max_length=24)
 
 
+def test_labels_that_are_all_the_same_are_warned_of(tmp_path, caplog):
+    good = {"prompt": "a", "completion": "b", "label": True}
+    LabelStream(written(tmp_path, good, good | {"label": False}), Tokenizer(TINY), answers=2, max_length=24)
+    assert not caplog.text
+    LabelStream(written(tmp_path, good, good), Tokenizer(TINY), answers=2, max_length=24)
+    assert "All of the first 2 records have 'label': true" in caplog.text
+
+
 def test_labels_of_several_sources_come_by_weight_and_the_stream_resumes(tmp_path):
     for name, label in (("good", True), ("bad", False)):
         rows = [{"question": f"{i}?", "completion": f"{name} {i}", "label": label} for i in range(30)]

@@ -297,6 +297,14 @@ def _same(record):
     return " ".join(record.get("question", record.get("prompt")).lower().split())
 
 
+def test_a_path_beside_sources_is_refused_unless_it_is_that_of_a_configuration():
+    sources: tuple = ({"path": "problems"},)
+    for path in ("", "sums", "problems"):
+        assert DataConfig(path=path, sources=sources).path == ""
+    with pytest.raises(ValueError, match=r"data\.path='mine\.jsonl' is not read, because data\.sources names the data"):
+        DataConfig(path="mine.jsonl", sources=sources)
+
+
 def test_renaming_onto_another_field_is_refused(files):
     with pytest.raises(ValueError, match=r"a\.jsonl line 1 has .* gives two the same name"):
         split(config(files, {"path": "a", "transforms": ({"rename": {"id": "answer"}},)}))

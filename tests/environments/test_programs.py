@@ -328,7 +328,7 @@ def test_no_more_processes_wait_for_episodes_than_may_run(tmp_path):
     runners = [Runner() for _ in range(3)]
 
     async def keep():
-        environment = ProgramEnvironment(EnvironmentConfig(program="python agent.py", processes=2), str(tmp_path))
+        environment = ProgramEnvironment(EnvironmentConfig(program="python -c pass", processes=2), str(tmp_path))
         for runner in runners:
             await environment._keep_process(runner)
 
