@@ -1,13 +1,14 @@
 """Memory of the host as a place for arrays of a mesh that its devices do not need all the time."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 _PARTS, _TILE = 64, 16
+Stack = Mapping[str, Any]  # the leaves of layers that are alike, by name, with the layers along the first axis
 HOST = "pinned_host"  # the kind of the host's memory that devices read and write by themselves
 
 
@@ -33,6 +34,27 @@ def tree_on_host(tree: Any, mesh: Mesh, key: str) -> Any:
     return jax.jit(lambda tree: tree, out_shardings=jax.tree.map(lambda x: on_host(x.sharding), tree))(tree)
 
 
+def base_on_host(frozen: Any, mesh: Mesh, key: str) -> Any:
+    """Moves the matrices of the frozen layers under adapters to the memory of the mesh's hosts.
+
+    A program that computes with them copies one layer at a time to the devices (`fetched`). Vectors and the tables of
+    embeddings stay on the devices.
+
+    Args:
+      frozen: frozen parameters of `podrl.models.parameters.split_trainable`, as arrays or shapes with placements.
+      mesh: the devices.
+      key: setting that needs the host's memory, with its value.
+
+    Raises:
+      ValueError: the arrays' devices cannot reach the host's memory.
+    """
+    leaves, structure = jax.tree.flatten(frozen["layers"])
+    moves = [x.ndim > 2 and x.sharding.memory_kind != HOST for x in leaves]
+    moved = iter(tree_on_host([x for x, move in zip(leaves, moves, strict=True) if move], mesh, key))
+    layers = [next(moved) if move else x for x, move in zip(leaves, moves, strict=True)]
+    return {**frozen, "layers": structure.unflatten(layers)}
+
+
 def copier(tree: Any) -> Callable[[Any], Any]:
     """Builds the program that copies a tree like `tree`, which is in the host's memory, to its devices."""
     shardings = jax.tree.map(lambda x: x.sharding, tree)
@@ -42,6 +64,59 @@ def copier(tree: Any) -> Callable[[Any], Any]:
 def placed(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
     """Returns the shape of an array at another place."""
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+
+def on_devices(tree: Any) -> Any:
+    """Copies the arrays of a tree that wait in the host's memory to their devices, each process its own parts.
+
+    Other arrays are shared. Of shapes with placements it returns the new placements.
+    """
+
+    def moved(x: Any) -> Any:
+        if x.sharding.memory_kind != HOST:
+            return x
+        sharding = x.sharding.with_memory_kind("device")
+        if not isinstance(x, jax.Array):
+            return placed(x, sharding)
+        parts = [jax.device_put(s.data, SingleDeviceSharding(s.device)) for s in x.addressable_shards]
+        return jax.make_array_from_single_device_arrays(x.shape, sharding, parts, dtype=x.dtype)
+
+    return jax.tree.map(moved, tree)
+
+
+def waits(x: Any) -> bool:
+    """True if a traced array lies in the host's memory."""
+    return jax.typeof(x).memory_space == jax.memory.Space.Host
+
+
+def apart(stacks: Sequence[Stack], *, indexed: bool) -> tuple[list[Stack], list[Stack]]:
+    """Splits traced stacks of layers into the leaves that a scan cuts and the leaves that `fetched_layer` reads.
+
+    Args:
+      stacks: the leaves of each kind of layer.
+      indexed: whether `fetched_layer` reads the leaves that wait in the host's memory. Compilers for TPUs cannot
+        reshape such leaves, as scans over repeated patterns of layers do.
+    """
+    waiting = [{name: x for name, x in stack.items() if indexed and waits(x)} for stack in stacks]
+    both = zip(stacks, waiting, strict=True)
+    return [{name: x for name, x in stack.items() if name not in own} for stack, own in both], waiting
+
+
+def fetched(tree: Any) -> Any:
+    """Copies the leaves of a traced tree that wait in the host's memory to their devices; the others are as before."""
+    return jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device) if waits(x) else x, tree)
+
+
+def fetched_layer(stacks: Any, layer: jax.Array) -> Any:
+    """Copies one layer of a traced tree whose leaves wait in the host's memory to their devices.
+
+    Compilers for TPUs copy a part of such an array only if nothing but an index into its first axis selects the part.
+
+    Args:
+      stacks: arrays of all layers, stacked along the first axis.
+      layer: number of the layer in the stacks.
+    """
+    return fetched(jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, layer, keepdims=False), stacks))
 
 
 def to_devices(x: jax.Array, sharding: NamedSharding) -> jax.Array:

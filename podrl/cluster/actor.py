@@ -94,6 +94,7 @@ class Actor:
             self.state, self.frozen = init_state(self._placed(decoder.params), self.model, self.optimizer, mesh)
         else:
             self.state, self.frozen = abstract_state(self.model, self.optimizer, mesh, training.param_dtype)
+        self.frozen = training.place_frozen(self.frozen, self.model.lora, mesh)
         self.reference: PyTree | None = None
         self._reference_copy: Callable[[PyTree | None], PyTree] = lambda params: params
         self.average: PyTree | None = None

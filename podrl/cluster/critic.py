@@ -65,7 +65,8 @@ class Critic:
         self.optimizer = make()
         self._reads: Any = ScoreForward if scores else ValueForward
         self._prefix = "actor" if scores else "critic"
-        trainable, self.frozen = scalar.split_trainable(params, self.model)
+        trainable, frozen = scalar.split_trainable(params, self.model)
+        self.frozen = training.place_frozen(frozen, self.model.lora, mesh)
         self.state = init_train_state(trainable, self.optimizer, mesh)
         self._values = make_value_fn(self.model, mesh, dtype=training.dtype, reads=self._reads)
         self._step: Callable | None = None

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
+from podrl import offload
 from podrl.cluster.actor import Actor
 from podrl.cluster.pull_link import PullLink, WeightPublisher
 from podrl.engine.config import RolloutConfig
@@ -71,7 +72,9 @@ class WeightSync:
         """Returns this process's part of a publisher that moves a tree of arrays or shapes to the shardings of
         `target`."""
         if self._link is None:
-            return Publisher(source, jax.tree.map(lambda leaf: leaf.sharding, target), target_dtype=self.dtype)
+            return Publisher(
+                offload.on_devices(source), jax.tree.map(lambda leaf: leaf.sharding, target), target_dtype=self.dtype
+            )
         if self._link.trains:
             return self._link.sender(name, source, self.dtype, lasting=lasting)
         return self._link.receiver(name, target)
@@ -89,7 +92,9 @@ class WeightSync:
         """
         actor = self._actor
         if self._base_publisher is not None and self._base is None:
-            self._base = self._base_publisher.publish(actor.frozen if actor.loaded else None, 0).params
+            # Separate clusters copy the parts that wait in the host's memory when they are pulled.
+            base = actor.frozen if self._link is not None else offload.on_devices(actor.frozen)
+            self._base = self._base_publisher.publish(base if actor.loaded else None, 0).params
         sent = actor.state.params if actor.loaded else None
         if self.merge is not None and actor.loaded:
             sent = self.merge(actor.state.params, actor.frozen)

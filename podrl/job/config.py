@@ -621,7 +621,13 @@ def _check_models(job: Job) -> None:
             "stay as they are learn nothing of use. Set model.lora.rank=0, or give model.path=DIR."
         )
     _check_teacher(job)
-    if job.trainer.hosts_reference and (reason := _no_reference(job)):
+    adapted = job.model.lora.rank > 0
+    if job.trainer.offload == "base" and not adapted:
+        raise ValueError(
+            "trainer.offload='base' keeps the frozen weights under adapters in the host's memory, and "
+            "model.lora.rank=0 trains all weights: set trainer.offload='optimizer', or a rank above 0."
+        )
+    if job.trainer.hosts_reference and not (job.trainer.hosts_base and adapted) and (reason := _no_reference(job)):
         raise ValueError(
             f"trainer.offload={job.trainer.offload!r} keeps the weights of a reference in the host's memory, and "
             f"{reason}: set trainer.offload={'optimizer' if job.trainer.hosts_optimizer else 'none'!r}."
@@ -657,7 +663,7 @@ def _no_reference(job: Job) -> str:
     if not job.compares:
         return f"algorithm={job.algorithm} with these settings compares with none"
     shared = job.model.lora.rank and not job.model.reference
-    return "under adapters the reference is their base, which every update needs" if shared else ""
+    return "under adapters the reference is their base, which trainer.offload='base' keeps there" if shared else ""
 
 
 def _check_teacher(job: Job) -> None:

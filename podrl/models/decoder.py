@@ -364,9 +364,11 @@ class _Pass:
     dropout_key: PRNGKeyArray | None
     linear: tuple[Any, Any] | None
 
-    def step(self, kind: int, alike: ModelConfig, lent: Mapping[int, tuple[Array, Array]]) -> Callable:
-        """Builds the step of a kind of layer; layers that reuse keys take them from `lent`, by the lending kind."""
+    def step(self, kind: int, alike: ModelConfig, lent: Mapping[int, tuple[Array, Array]], waiting: PyTree) -> Callable:
+        """Builds the step of a kind of layer, with the weights that are `waiting` in the host's memory; layers that
+        reuse keys take them from `lent`, by the lending kind."""
         config, mesh, tpu = self.config, self.mesh, on_tpu(self.mesh)
+        place_L = jnp.asarray([place for _, place in config.places()])
 
         def mix(h_BTD: Array, layer: PyTree, project: delta.Project) -> tuple[Array, None]:
             assert self.linear is not None
@@ -378,10 +380,7 @@ class _Pass:
             if alike.reuses_keys:
                 k_BTKH, v_BTKH = lent[config.kinds[kind].keys_of]
             out = attention(
-                q_BTNH,
-                k_BTKH,
-                v_BTKH,
-                self.segment_BT,
+                *(q_BTNH, k_BTKH, v_BTKH, self.segment_BT),
                 window=info.window,
                 softcap=config.attn_softcap,
                 shared=None if self.last_BT is None else (self.last_BT, self.position_BT),
@@ -395,6 +394,7 @@ class _Pass:
 
         def step(carry: tuple, xs: tuple[PyTree, LayerInfo, Array | None]) -> tuple[tuple, Array | None]:
             (x_BTD, keys), (layer, info, route_BTk) = carry, xs
+            layer = {**offload.fetched(layer), **offload.fetched_layer(waiting, place_L[info.index])}
             drop = drop_nothing if self.dropout_key is None else adapter_dropout(config, self.dropout_key, info.index)
 
             def routed(h_BTD: Array, layer: PyTree, info: LayerInfo, router_BTD: Array | None) -> tuple[Array, Array]:
@@ -461,7 +461,8 @@ def replayed(
         offload.check(mesh, "trainer.remat='offload'", "set trainer.remat='full' or 'dots'.")
     x_BTD = embed(params, tokens_BT, config, dtype, mesh)
     infos = layer_infos(config, per_layer_embeddings(params, tokens_BT, x_BTD, config, mesh))
-    stacks = list(zip(stacks_of(params["layers"], config), infos, moe.routes_by_kind(route_LBTk, config), strict=True))
+    here, waiting = offload.apart(stacks_of(params["layers"], config), indexed=bool(config.kinds) and on_tpu(mesh))
+    stacks = list(zip(here, infos, moe.routes_by_kind(route_LBTk, config), strict=True))
 
     # A kind whose keys are reused passes its keys and values from layer to layer, so that those of its last layer
     # remain. Layers that reuse them do not pass them on, because a scan keeps all that it passes on once per layer, for
@@ -474,7 +475,7 @@ def replayed(
     lent = {k: empty(config.kinds[k]) for k in config.lenders}
     owns, alikes = {}, list(enumerate(config.alike()))
     for number, pattern in enumerate(config.patterns()):
-        steps = [shared.step(k, alike, lent) for k, alike in alikes]
+        steps = [shared.step(k, alike, lent, waiting[k]) for k, alike in alikes]
         (x_BTD, keys), own = over_layers(steps, (x_BTD, {} if number else lent), stacks, pattern)
         lent, owns = keys or lent, owns | own
     chosen = [own_LBTk for _, own_LBTk in sorted(owns.items()) if own_LBTk is not None]

@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array
 
+from podrl import offload
 from podrl.mesh import rules
 from podrl.models.config import (
     ATTENTION_PROJECTIONS,
@@ -132,7 +133,7 @@ def merging(config: ModelConfig, merged: PyTree) -> Callable[[PyTree, PyTree], P
     """
 
     def fold(adapters: PyTree, base: PyTree) -> PyTree:
-        _, params = merge(join_trainable(adapters, base), config)
+        _, params = merge(join_trainable(adapters, offload.fetched(base)), config)
         return jax.tree.map(lambda x, to: x.astype(to.dtype), params, merged)
 
     return jax.jit(fold, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, merged))

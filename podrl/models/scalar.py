@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
+from podrl import offload
 from podrl.mesh import rules
 from podrl.models import lora, parameters
 from podrl.models.config import LoraConfig, ModelConfig
@@ -67,10 +68,14 @@ def on_trunk(params: PyTree, config: ModelConfig, mesh: Mesh, dtype: jnp.dtype) 
     head = _zeros(abstract[HEAD])
     trunk = {name: leaf for name, leaf in params.items() if name in shardings}
     wanted = {name: leaf for name, leaf in shardings.items() if name in trunk}
-    if mesh.is_multi_process and any(leaf.sharding.mesh != mesh for leaf in jax.tree.leaves(trunk)):
+    elsewhere = any(leaf.sharding.mesh != mesh for leaf in jax.tree.leaves(trunk))
+    trunk = offload.on_devices(trunk) if elsewhere else trunk
+    if mesh.is_multi_process and elsewhere:
         trunk = Publisher(trunk, wanted).publish(trunk, 0).params
     else:
-        trunk = jax.device_put(trunk, wanted)
+        # What waits in the host's memory (trainer.offload='base') stays there.
+        kinds = jax.tree.map(lambda x, to: to.with_memory_kind(x.sharding.memory_kind), trunk, wanted)
+        trunk = jax.device_put(trunk, kinds)
     trainable, frozen = split_trainable({**trunk, HEAD: head}, config)
     copy = jax.jit(lambda tree: jax.tree.map(lambda x: jnp.copy(x).astype(dtype), tree))
     return join_trainable(copy(trainable), frozen)

@@ -85,6 +85,11 @@ def make_report(values: ConfigValues, *, log: Any = None) -> "PlanReport":
             f"rollout.engine={job.rollout.engine!r} cannot be planned: podrl.plan knows the programs of podrl's engine "
             "only. Leave the key out to plan with it."
         )
+    if trainer.predicted and job.trainer.hosts_base and job.model.lora.rank:
+        raise ValueError(
+            f"trainer.offload={job.trainer.offload!r} copies frozen layers in every micro-batch, which podrl.plan "
+            "counts from programs that are compiled for TPUs only: plan for a TPU, or with trainer.offload='none'."
+        )
     completion = job.rollout.max_tokens_to_generate if _COMPLETION.value is None else _COMPLETION.value
     if not 0 < completion <= job.rollout.max_tokens_to_generate:
         raise ValueError(

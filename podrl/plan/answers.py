@@ -25,12 +25,15 @@ def answer_programs(setting: Setting) -> list[Program]:
         whole = scalar.abstract_params(model, mesh, jnp.dtype(training.param_dtype))
         trainable, frozen = scalar.split_trainable(whole, model)
         state = state_lib.abstract_train_state(trainable, optimizer, mesh)
+        frozen = training.place_frozen(frozen, model.lora, mesh)
+        whole = scalar.join_trainable(trainable, frozen)
         update: Any = make_critic_step(model, weighted_score, optimizer, mesh, reads=ScoreForward, prefix="actor", **of)
         score: Any = make_value_fn(model, mesh, dtype=training.dtype, reads=ScoreForward)
         scored = "scores"
     else:
         loss, rows = (CrossEntropy(), SupervisedRows) if job.section == "sft" else (weighted_likelihood, WeightedRows)
         state, frozen = state_lib.abstract_state(model, optimizer, mesh, training.param_dtype)
+        frozen = training.place_frozen(frozen, model.lora, mesh)
         whole, temperature = parameters.join_trainable(state.params, frozen), job.rollout.temperature
         update = make_train_step(model, loss, optimizer, mesh, temperature=temperature, **of)
         score = make_logprob_fn(model, mesh, temperature=temperature, dtype=training.dtype)

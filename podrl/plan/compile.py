@@ -156,10 +156,8 @@ def _compiled(program: Program, lowered: Any, chip: Chip, quick: bool, started: 
     flops, size = cost.flops, cost.bytes
     if program.by_hand is not None:
         flops, size = program.by_hand.flops, program.by_hand.bytes
-    # Arguments are read and results are written once, activations are written and read once; the larger direction
-    # counts, because both work at a time. Activations of further micro-batches, in the same buffers, are not counted.
-    activations = memory.host_temp_size_in_bytes
-    copied = max(read, written) + activations
+    # The larger direction counts, because both work at a time. Texts for CPU devices do not name the host's memory.
+    copied = max(read, written) if chip.name in GPUS else max(cost.from_host, cost.to_host)
     inside = sum(c.bytes for c in cost.collectives if not c.crosses)
     across = sum(c.bytes for c in cost.collectives if c.crosses)
     return CompileResult(
@@ -172,7 +170,7 @@ def _compiled(program: Program, lowered: Any, chip: Chip, quick: bool, started: 
         capacity=chip.hbm,
         compile_s=seconds,
         compile_cpu_s=busy,
-        host=float(activations + read),
+        host=float(memory.host_temp_size_in_bytes + read),
         flops=flops,
         bytes=size,
         collectives=cost.collectives,

@@ -20,8 +20,10 @@ from podrl.plan.hlo_text import (
     dims_of,
     group_of,
     hbm_bytes,
+    largest_on_device,
     leaf_bytes,
     leaves,
+    on_host,
     pairs_cross,
     parse,
     top_leaves,
@@ -80,6 +82,7 @@ class ProgramCost:
       flops: operations of matrix products (two per multiply-add), those of attention kernels included.
       bytes: bytes that the fused operations read from and write to HBM; an estimate.
       read: part of `bytes` that is read.
+      from_host, to_host: bytes that the chip copies from and to the host's memory.
       collectives: collectives of the execution, one entry for each kind and each value of `crosses`.
       uncounted: names of kernels whose operations are not in `flops`.
     """
@@ -89,6 +92,8 @@ class ProgramCost:
     collectives: tuple[Collective, ...]
     uncounted: tuple[str, ...] = ()
     read: float = 0.0
+    from_host: float = 0.0
+    to_host: float = 0.0
 
     def by_kind(self, parts: float = 1.0) -> dict[str, dict[str, float]]:
         """Returns the count and the bytes of each kind of collective, divided by `parts`, for a part of the work."""
@@ -105,6 +110,8 @@ class _Sum:
     flops: float = 0.0
     bytes: float = 0.0
     read: float = 0.0
+    from_host: float = 0.0
+    to_host: float = 0.0
     collectives: dict[tuple[str, bool], tuple[float, float]] = dataclasses.field(default_factory=dict)
     uncounted: set[str] = dataclasses.field(default_factory=set)
 
@@ -116,6 +123,8 @@ class _Sum:
         self.flops += times * other.flops
         self.bytes += times * other.bytes
         self.read += times * other.read
+        self.from_host += times * other.from_host
+        self.to_host += times * other.to_host
         for key, (count, size) in other.collectives.items():
             had = self.collectives.get(key, (0.0, 0.0))
             self.collectives[key] = (had[0] + times * count, had[1] + times * size)
@@ -153,7 +162,8 @@ class _Reader:
     def cost(self) -> ProgramCost:
         total = self._computation(self._entry, 0)
         kinds = [Collective(kind, n, size, crosses) for (kind, crosses), (n, size) in sorted(total.collectives.items())]
-        return ProgramCost(total.flops, total.bytes, tuple(kinds), tuple(sorted(total.uncounted)), total.read)
+        host = {"from_host": total.from_host, "to_host": total.to_host}
+        return ProgramCost(total.flops, total.bytes, tuple(kinds), tuple(sorted(total.uncounted)), total.read, **host)
 
     @functools.cache  # noqa: B019 - readers live as long as one text is read
     def _computation(self, name: str, depth: int) -> _Sum:
@@ -181,6 +191,17 @@ class _Reader:
         else:
             self._plain(total, i, types)
             total.move(*self._moved(i, types))
+            self._host_copies(total, i, types)
+
+    def _host_copies(self, total: _Sum, i: Instruction, types: Mapping[str, str]) -> None:
+        """Counts the bytes that an instruction begins to copy from or to the host's memory."""
+        if i.opcode not in ("copy-start", "slice-start", "dynamic-slice-start", "dynamic-update-slice-start"):
+            return
+        source = types.get(i.operands[1 if i.opcode == "dynamic-update-slice-start" else 0], "")
+        if on_host(source):
+            total.from_host += largest_on_device(i.type)
+        elif on_host(i.type):
+            total.to_host += any_bytes(source)
 
     def _moved(self, i: Instruction, types: Mapping[str, str]) -> tuple[float, float]:
         """Counts bytes (read, written) of an instruction outside fusions."""

@@ -10,6 +10,7 @@ import numpy as np
 _BITS = {"pred": 8, "token": 0, "opaque": 0}
 _LEAF = re.compile(r"([a-z]+[0-9]*[a-z0-9]*)\[([0-9,]*)\](\{[^}]*\})?")
 _OFF_HBM = re.compile(r"S\([1-9]")
+_ON_HOST = re.compile(r"S\(5\)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,6 +108,16 @@ def any_bytes(text: str) -> float:
 def hbm_bytes(text: str) -> float:
     """Counts the bytes of those arrays of a type that lie in HBM, not in memory closer to the cores."""
     return sum(leaf_bytes(leaf) for leaf in leaves(text) if not _OFF_HBM.search(leaf.group(3) or ""))
+
+
+def on_host(text: str) -> bool:
+    """True if an array of a type lies in the host's memory."""
+    return bool(_ON_HOST.search(text))
+
+
+def largest_on_device(text: str) -> float:
+    """Counts the bytes of the largest array of a type that does not lie in the host's memory; 0 if there is none."""
+    return max((leaf_bytes(leaf) for leaf in leaves(text) if not on_host(leaf.group(3) or "")), default=0.0)
 
 
 def dims_of(text: str) -> list[int]:

@@ -376,6 +376,7 @@ class _Ends:
         target = make_mesh(job.roles.rollout.mesh, targets, key="roles.rollout.mesh", auto="data=-1")
         optimizer = job.trainer.optimizer()
         state, frozen = state_lib.abstract_state(model, optimizer, source, job.trainer.param_dtype)
+        frozen = job.trainer.place_frozen(frozen, model.lora, source)
         params = parameters.abstract_params(setting.rollout_model, target, wire)
         moved, _ = parameters.split_trainable(params, setting.rollout_model)
         merged = setting.rollout_model != model

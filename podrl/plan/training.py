@@ -59,6 +59,7 @@ def _actor_programs(setting: Setting) -> tuple[list[Program], float, float]:
     loss = algo.policy_loss(job.rollout.max_tokens_to_generate)
     old = algo.old_source(job.updates_per_step)
     state, frozen = state_lib.abstract_state(model, optimizer, mesh, training.param_dtype)
+    frozen = training.place_frozen(frozen, model.lora, mesh)
     shape = setting.pack_shape(mesh)
     route_bytes = moe.route_bytes(model) if job.rollout.router_replay else 0
     batch = state_lib.abstract_batch(loss.rows, shape, mesh, route_bytes=route_bytes)
@@ -192,6 +193,8 @@ def _critic_programs(setting: Setting) -> tuple[list[Program], float]:
     optimizer = training.critic()
     params = scalar.abstract_params(model, mesh, jnp.dtype(training.param_dtype))
     trainable, frozen = scalar.split_trainable(params, model)
+    frozen = training.place_frozen(frozen, model.lora, mesh)
+    params = scalar.join_trainable(trainable, frozen)
     state = state_lib.abstract_train_state(trainable, optimizer, mesh)
     policy = algo.policy_loss(job.rollout.max_tokens_to_generate).settings
     loss = functools.partial(

@@ -29,7 +29,7 @@ _FREE += ("roles.eval.hosts", "grpo.mismatch_", "ppo.mismatch_", "env.failed_sha
 _LIMITS = ("reward.limits.", "reward.deadline_s", "env.deadline_s", "env.call_deadline_s", "env.blocked_s")
 _LIMITS += tuple(f"reward.code.{name}" for name in ("memory_mb", "cpu_s", "wall_s", "threads", "file_mb", "disk_mb"))
 # Values of trainer.offload that place the optimizer's state alike, so that they give the same bits.
-_SAME_BITS = ({"none", "reference"}, {"optimizer", "all"})
+_SAME_BITS = ({"none", "reference", "base"}, {"optimizer", "all"})
 _DEADLINE = "_s"  # ending of keys whose value is in seconds
 _ABSENT = "(absent)"
 _log = logging.getLogger("podrl.rundir")
@@ -161,7 +161,7 @@ def changes(theirs: ConfigValues, mine: ConfigValues, defaults: ConfigValues) ->
                 "eval.sets names, adds a term to the sum of rewards and a row to checkpoints)"
             )
         if key == "trainer.offload":
-            free = {was, now} in _SAME_BITS
+            free = any({was, now} <= values for values in _SAME_BITS)
         (allowed if free else refused).append(f"{key} was {was!r}, now {now!r}{note}")
     return allowed, refused
 

@@ -4,9 +4,13 @@ import dataclasses
 from typing import Literal
 
 import optax
+from jax.sharding import Mesh
 
+from podrl import offload
 from podrl.config import Count, Natural, section
+from podrl.models.config import LoraConfig
 from podrl.trainer.optimizer import AdamSettings, BelowOne, Optimizer, Rate, make_optimizer
+from podrl.types import PyTree
 
 
 @section(
@@ -71,8 +75,9 @@ class RLTrainingConfig(AdamSettings):
       offload: 'optimizer' keeps AdamW's moments, and its float32 copy of bfloat16 parameters, in the host's memory; an
         update moves them to the devices and back in parts, such as a layer. The arithmetic is the same, though CPUs and
         GPUs may round the last bit in other places. 'reference' keeps the weights of the reference (or of the teacher
-        in its place) in the host's memory, and copies them to the devices for each scoring. 'all' is both; 'none' keeps
-        everything on the devices.
+        in its place) in the host's memory, and copies them to the devices for each scoring. 'base' keeps the matrices
+        of the frozen layers under adapters there, and copies a layer's to the devices whenever they are used. 'all' is
+        all of these, as far as the job has them; 'none' keeps everything on the devices.
       warmup_fraction: share of all updates over which the learning rate rises.
       critic_learning_rate: peak learning rate of the critic.
     """
@@ -93,7 +98,7 @@ class RLTrainingConfig(AdamSettings):
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     dtype: Literal["float32", "bfloat16"] = "float32"
     remat: Literal["none", "dots", "full", "offload"] = "dots"
-    offload: Literal["none", "optimizer", "reference", "all"] = "none"
+    offload: Literal["none", "optimizer", "reference", "base", "all"] = "none"
     warmup_fraction: BelowOne = 0.0
     critic_learning_rate: Rate = 1e-5
 
@@ -109,6 +114,12 @@ class RLTrainingConfig(AdamSettings):
             raise ValueError(
                 f"trainer.offload={self.offload!r} moves the state of podrl's AdamW in parts, and trainer.{own} may "
                 f"need its whole state at once: set trainer.offload={rest!r}, or leave trainer.{own} out."
+            )
+        if self.offload == "base" and self.remat == "none":
+            raise ValueError(
+                "trainer.offload='base' copies a layer's frozen weights to the devices while they are used, and "
+                "trainer.remat='none' keeps the copies of all layers for the backward pass: set trainer.remat='dots' "
+                "or 'full'."
             )
 
     def micro_sequences(self, group_size: int) -> int | None:
@@ -147,8 +158,28 @@ class RLTrainingConfig(AdamSettings):
 
     @property
     def hosts_reference(self) -> bool:
-        """True if the weights of the reference wait in the host's memory."""
+        """True if the weights of a reference of its own wait in the host's memory."""
         return self.offload in ("reference", "all")
+
+    @property
+    def hosts_base(self) -> bool:
+        """True if the frozen layers under adapters wait in the host's memory."""
+        return self.offload in ("base", "all")
+
+    def place_frozen(self, frozen: PyTree, lora: LoraConfig, mesh: Mesh) -> PyTree:
+        """Returns a model's frozen parameters where they belong between their uses: on `mesh`, or on its hosts.
+
+        Args:
+          frozen: frozen parameters, as arrays or shapes with placements.
+          lora: adapters of the model; without adapters the frozen parameters are few, and stay on the devices.
+          mesh: mesh of the trainer.
+
+        Raises:
+          ValueError: the devices cannot reach the memory of their hosts.
+        """
+        if not (self.hosts_base and lora.rank):
+            return frozen
+        return offload.base_on_host(frozen, mesh, f"trainer.offload={self.offload!r}")
 
     def _placed(self, optimizer: Optimizer) -> Optimizer:
         return dataclasses.replace(optimizer, on_host=self.hosts_optimizer)

@@ -223,11 +223,13 @@ class Cutter(_End):
         super().__init__(leaves, devices)
         self._copies = copies
 
-    def cut(self, leaves: Sequence[Array], chosen: Sequence[int], part: int | None) -> dict[int, Slots]:
+    def cut(
+        self, leaves: Sequence[Array] | Mapping[int, Array], chosen: Sequence[int], part: int | None
+    ) -> dict[int, Slots]:
         """Cuts the shards of some leaves into boxes of the target dtype.
 
         Args:
-          leaves: all leaves of the plan, placed as the plan says.
+          leaves: leaves of the plan by their position, placed as the plan says; the chosen ones suffice.
           chosen: positions of the leaves to cut.
           part: number of the part to cut from every box; None for whole boxes.
 

@@ -12,7 +12,7 @@ import pytest
 from podrl.algorithms.policy_loss import KLLossSettings, PolicyLoss
 from podrl.job.weights import device_bytes
 from podrl.mesh.build import make_mesh
-from podrl.models.config import gemma2_config
+from podrl.models.config import LoraConfig, gemma2_config
 from podrl.models.parameters import abstract_params
 from podrl.offload import HOST, copier, tree_on_host
 from podrl.plan.chips import parse_topology, prepare
@@ -33,6 +33,33 @@ pytestmark = [
 MODEL = gemma2_config(
     vocab_size=8192, num_layers=8, model_dim=1024, ffn_dim=8192, num_heads=8, num_kv_heads=4, head_dim=128
 )
+
+
+def test_a_frozen_base_is_copied_once_forward_and_once_backward(monkeypatch):
+    env = dict(os.environ)
+    prepare(env)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    machine = parse_topology("v5e:2x2", key="--trainer")
+    mesh, model = make_mesh("fsdp=4", machine.devices()), dataclasses.replace(MODEL, lora=LoraConfig(rank=16))
+    found = {}
+    for place in ("none", "base"):
+        training = RLTrainingConfig(eval_every_n_steps=0, dtype="bfloat16", remat="full", offload=place)
+        optimizer, loss = training.optimizer(), PolicyLoss(KLLossSettings())
+        shape = pack_shape(training, mesh, sequences=64, max_length=512, group_size=4, max_prompt_length=128)
+        step: Any = make_train_step(model, loss, optimizer, mesh, dtype="bfloat16", remat=training.remat)
+        state, frozen = state_lib.abstract_state(model, optimizer, mesh, training.param_dtype)
+        held = device_bytes(frozen)
+        frozen = training.place_frozen(frozen, model.lora, mesh)
+        batch = state_lib.abstract_batch(loss.rows, shape, mesh)
+        lower = lambda step=step, state=state, frozen=frozen, batch=batch: step.lower(state, frozen, batch)  # noqa: E731
+        program = Program("train step", TRAINER, lower, 1.0, trips=lambda depth: 3.0)
+        found[place] = measure(program, machine.chip, quick=True), held - device_bytes(frozen)
+    (here, none), (there, away) = found["none"], found["base"]
+    assert none == 0 and away > 2**27 and here.host_s == 0
+    assert there.host == pytest.approx(away, rel=0.01)
+    assert there.host_s == pytest.approx(3 * 2 * away / machine.chip.host_rate, rel=0.01)
+    assert there.peak < here.peak - 0.8 * away, (here.peak, there.peak, away)
 
 
 def _measured(param_dtype: Any, *, hosted: bool) -> tuple[CompileResult, float]:

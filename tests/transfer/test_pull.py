@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as Spec
 
 from podrl.mesh.build import make_mesh
+from podrl.offload import on_host
 from podrl.runtime.channel import Channel, ChannelError, LateError
 from podrl.runtime.message import Message
 from podrl.transfer.pull.fetch import PullReceiver, TransferTimeoutError, VersionGoneError
@@ -115,6 +116,17 @@ def test_any_layout_to_any_layout(asks, case):
     server.serve("all", placed, target_dtype=dtype, bucket_bytes=bucket_bytes).offer(placed, 1)
     moved = PullReceiver("all", target, asks(server)).receive(1).params
     assert_arrived(moved, leaves, after, dtype)
+
+
+def test_weights_in_the_memory_of_the_host_are_pulled_from_there(asks):
+    server = PullServer()
+    values, params = trainer(1)
+    waiting = jax.device_put(params, jax.tree.map(lambda x: on_host(x.sharding), params))
+    tree = server.serve("all", waiting, target_dtype=jnp.bfloat16, bucket_bytes=512)
+    tree.offer(waiting, 1, lasting=True)
+    policy = PullReceiver("all", wanted(), asks(server)).receive(1)
+    arrived(policy, values)
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(policy.params)} == {"device"}
 
 
 def test_nothing_compiles_after_the_first_version_and_every_weight_is_read_once(asks, monkeypatch, caplog):

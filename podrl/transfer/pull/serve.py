@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array
 
+from podrl import offload
 from podrl.runtime.message import Message
 from podrl.transfer.boxes import Cutter
 from podrl.transfer.plan import default_bucket_bytes, target_dtype_of
@@ -168,7 +169,7 @@ class ServedTree:
         """
         leaves = self._source.check(params, "Parameters")
         if leaves:
-            totals = self._source.totals(self._source.sums(leaves), version)
+            totals = self._source.totals(self._source.sums(offload.on_devices(leaves)), version)
             with self._lock:
                 self._trim(version)
             entry = _Version(leaves if lasting else self._copy(leaves), totals)
@@ -230,7 +231,8 @@ class ServedTree:
                 return {"gone": known} if known and version < max(known) else {"wait": known}
             entry.leases[number] = time.monotonic() + self._lease_s
             chosen = receiver.plan.buckets[bucket]
-            boxes = receiver.cutter.cut(entry.leaves, chosen.leaves, part if chosen.parts > 1 else None)
+            leaves = {i: offload.on_devices(entry.leaves[i]) for i in chosen.leaves}
+            boxes = receiver.cutter.cut(leaves, chosen.leaves, part if chosen.parts > 1 else None)
             arrays = [boxes[i][slot][device] for i in chosen.leaves for slot, device in receiver.wanted[i]]
         with jax.transfer_guard_device_to_host("allow"):
             on_host = jax.device_get(arrays)
