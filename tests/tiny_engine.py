@@ -1,6 +1,7 @@
 """One tiny model and a few engines, shared by tests of engine and rollout, which spend most of their time compiling."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -92,6 +93,28 @@ class Tiny:
             out[b : b + n, 1:] = np.asarray(self._forward(params, rows, lengths))[:n, : T - 1]
         return out
 
+    def rounding(self, tokens_BT: np.ndarray, length_B: np.ndarray) -> np.ndarray:
+        """Computes how much log p(token t | tokens < t), (B, T), may change if each weight changes by its last bit.
+
+        Deep models with random weights amplify rounding, at some tokens a hundredfold; which tokens these are depends
+        on the machine.
+        """
+
+        def rounded(x: jax.Array, rng: np.random.Generator) -> jax.Array:
+            return x * (1 + rng.choice(np.float32([-6e-8, 6e-8]), x.shape)).astype(x.dtype)
+
+        exact_BT, found = self.chosen(tokens_BT, length_B), []
+        for seed in range(4):
+            rng = np.random.default_rng(seed)
+            other = jax.tree.map(functools.partial(rounded, rng=rng), self.params)
+            found.append(np.abs(self.chosen(tokens_BT, length_B, other) - exact_BT))
+        return np.max(found, axis=0)
+
+    def chosen(self, tokens_BT: np.ndarray, length_B: np.ndarray, params=None) -> np.ndarray:
+        """Computes log p(token t | tokens < t), float64 (B, T), from the full forward pass."""
+        logprob_BTV = self.logprobs(tokens_BT, length_B, params)
+        return np.take_along_axis(logprob_BTV, tokens_BT[..., None], axis=2)[..., 0]
+
 
 def make_prompts(lengths, seed: int = 0, index=None) -> Prompts:
     """Makes random prompts of the given lengths; a prompt's tokens depend on its index only."""
@@ -104,22 +127,33 @@ def make_prompts(lengths, seed: int = 0, index=None) -> Prompts:
 
 
 def check_samples(tiny, rollouts, sampling: Sampling, *, eos=EOS, atol: float = 1e-4) -> None:
-    """Compares every sampled token with the full forward pass, and checks that the record's fields agree."""
+    """Compares every sampled token with the full forward pass, and checks that the record's fields agree.
+
+    A log-probability may differ by `atol`, and by four times what the last bits of the weights change there.
+    """
     reference_BTV = tiny.logprobs(rollouts.tokens_BT, rollouts.length_B)
     B, T = rollouts.tokens_BT.shape
     chosen_BT = np.take_along_axis(reference_BTV, rollouts.tokens_BT[..., None], axis=2)[..., 0]
     sampled = rollouts.mask_BT > 0
-    np.testing.assert_allclose(rollouts.raw_logprob_BT[sampled], chosen_BT[sampled], atol=atol)
+    allowed_BT = np.full((B, T), atol)
+    if (np.abs(rollouts.raw_logprob_BT - chosen_BT)[sampled] > atol).any():
+        allowed_BT += 4 * tiny.rounding(rollouts.tokens_BT, rollouts.length_B)
+
+    def check_close(found_BT: np.ndarray, expected_BT: np.ndarray) -> None:
+        error = np.abs(found_BT - expected_BT)[sampled]
+        assert (error <= allowed_BT[sampled]).all(), (error, allowed_BT[sampled])
+
+    check_close(rollouts.raw_logprob_BT, chosen_BT)
     assert (rollouts.kept_BT[~sampled] == 1).all() and (rollouts.kept_BT > 0).all()
     assert sampling.filtered or (rollouts.kept_BT == 1).all()
     if sampling.temperature > 0:
         scaled_BTV = reference_BTV / sampling.temperature
         scaled_BTV = scaled_BTV - np.log(np.exp(scaled_BTV).sum(axis=-1, keepdims=True))
         chosen_BT = np.take_along_axis(scaled_BTV, rollouts.tokens_BT[..., None], axis=2)[..., 0]
-        np.testing.assert_allclose(rollouts.logprob_BT[sampled], chosen_BT[sampled], atol=atol)
+        check_close(rollouts.logprob_BT, chosen_BT)
     if sampling.temperature == 0:
         best_BT = reference_BTV.max(axis=-1)
-        np.testing.assert_allclose(rollouts.raw_logprob_BT[sampled], best_BT[sampled], atol=atol)
+        check_close(rollouts.raw_logprob_BT, best_BT)
         assert not rollouts.logprob_BT.any()
     prompt_B = np.repeat(rollouts.prompts.length_P, B // len(rollouts.prompts.length_P))
     place_T = np.arange(T)
