@@ -28,7 +28,7 @@ from podrl.mappings import JsonObject, Record
 from podrl.runtime import plain
 from podrl.storage import hub
 from podrl.storage.regular import regular
-from podrl.storage.storage import is_remote, locate
+from podrl.storage.storage import first_line, is_remote, locate
 
 Check = Callable[[Record, str], None]  # takes a record and its place; raises ValueError
 _JSONL, _ARRAY_RECORD = ".jsonl", ".array_record"
@@ -580,7 +580,10 @@ def _tfds(path: str) -> Records:
         import tensorflow_datasets as tfds
     except ImportError as error:
         raise ImportError(f"{path} needs TensorFlow Datasets: pip install 'podrl[tfds]'.") from error
-    stored = tfds.data_source(name, split=split, builder_kwargs={"file_format": "array_record"})
+    try:
+        stored = tfds.data_source(name, split=split, builder_kwargs={"file_format": "array_record"})
+    except (ValueError, OSError) as error:  # its messages list all data sets
+        raise ValueError(f"{path} cannot be opened: {first_line(error)[:200]}.") from error
     return ParsedOnAccess(path, stored, lambda raw, _: {key: _plain(value) for key, value in raw.items()})
 
 

@@ -88,7 +88,8 @@ class Tokenizer:
         self.directory = epath.Path(locate(directory))
         if not self.directory.is_dir():
             raise FileNotFoundError(
-                f"Tokenizer directory {self.directory} does not exist: model.path must be a Hugging Face directory."
+                f"Tokenizer directory {self.directory} does not exist: model.path, or the key tokenizer, must name a "
+                "Hugging Face directory."
             )
         self.files = tuple(name for name in FILES if (self.directory / name).exists())
         self._config = _read_json(self.directory / "tokenizer_config.json")

@@ -620,6 +620,16 @@ def _check_models(job: Job) -> None:
             f"model.lora.rank={job.model.lora.rank} with model.path={SCRATCH!r}: adapters on random weights that "
             "stay as they are learn nothing of use. Set model.lora.rank=0, or give model.path=DIR."
         )
+    if job.model.reference and job.kind.offline and not job.compares:
+        raise ValueError(
+            f"model.reference={job.model.reference!r} is not read, because algorithm={job.algorithm} compares the "
+            "policy with no other model: leave it out."
+        )
+    if job.model.critic and job.section != "ppo":
+        raise ValueError(
+            f"model.critic={job.model.critic!r} is not read, because algorithm={job.algorithm} has no critic: leave it "
+            "out, or choose algorithm=ppo."
+        )
     _check_teacher(job)
     adapted = job.model.lora.rank > 0
     if job.trainer.offload == "base" and not adapted:

@@ -26,6 +26,7 @@ from podrl.learner.run_environments import environment_config
 from podrl.mesh.build import AXES, EXPERT, parse_mesh
 from podrl.models import orbax_files
 from podrl.models.hf_config import read_config
+from podrl.models.lora import check_lora
 from podrl.models.moe import check_mesh
 from podrl.models.pretrained import check_positions, check_vocab
 from podrl.models.scalar import check_head
@@ -83,7 +84,7 @@ def check_models(job: Job, keys: Collection[str]) -> None:
 
 
 def check_fit(job: Job, tokenizer: Tokenizer) -> None:
-    """Checks that tokenizer, prompt length and end tokens fit the trained model, and that the other models fit, too.
+    """Checks that tokenizer, adapters, prompt length and end tokens fit the trained model; and the other models.
 
     Every other model must have embeddings for all ids that it will read, and the reward model a head. Warns of a model
     with another tokenizer that will read the policy's ids.
@@ -94,6 +95,7 @@ def check_fit(job: Job, tokenizer: Tokenizer) -> None:
     model = model_of(job)
     with _named("model.path", job.model.path):
         check_vocab(model, tokenizer.vocab_size)
+    check_lora(model)
     own = job.tokenizer and job.model.path not in ("", SCRATCH)
     if own and (warning := foreign(tokenizer.directory, job.model.directory)):
         _log.warning("%s Leave out tokenizer=%s unless this is meant.", warning, job.tokenizer)

@@ -95,16 +95,16 @@ class LoraConfig:
     def __post_init__(self):
         if self.base_dtype and not self.rank:
             raise ValueError(
-                f"lora.base_dtype={self.base_dtype!r} with lora.rank={self.rank}: integer weights need adapters (a "
-                "rank above 0), as they are not trained themselves."
+                f"model.lora.base_dtype={self.base_dtype!r} with model.lora.rank={self.rank}: integer weights "
+                "need adapters (a rank above 0), as they are not trained themselves."
             )
         try:
             matched = [name for name in (*MODULE_PROJECTIONS, *EXPERT_PROJECTIONS) if self._matches(name)]
         except re.error as error:
-            raise ValueError(f"lora.pattern={self.pattern!r} is not a regular expression: {error}.") from None
+            raise ValueError(f"model.lora.pattern={self.pattern!r} is not a regular expression: {error}.") from None
         if self.rank and not matched:
             raise ValueError(
-                f"lora.pattern={self.pattern!r} matches no projection: it must match at least one of "
+                f"model.lora.pattern={self.pattern!r} matches no projection: it must match at least one of "
                 f"{', '.join((*PROJECTIONS, *EXPERT_PROJECTIONS))} (or "
                 f"{', '.join(f'{name}_proj' for name in PROJECTIONS)}, gate_up_proj), or, in linear attention, "
                 f"{', '.join(LINEAR_PROJECTIONS.values())}."
@@ -459,8 +459,8 @@ class ModelConfig:
         dense += ["down"] if lora.covers("down") and not lora.covers("expert_out") else []
         if dense and lora.pattern != LoraConfig.pattern and not experts.beside_dense:
             raise ValueError(
-                f"lora.pattern={lora.pattern!r} matches {', '.join(dense)} but not the experts, which are a {family} "
-                "model's feed-forwards: make model.lora.pattern match "
+                f"model.lora.pattern={lora.pattern!r} matches {', '.join(dense)} but not the experts, which are a "
+                f"{family} model's feed-forwards: make model.lora.pattern match "
                 f"{', '.join((*ATTENTION_PROJECTIONS, *EXPERT_PROJECTIONS))}, or leave it out for attention alone."
             )
         if lora.dropout and any(map(lora.covers, EXPERT_PROJECTIONS)):

@@ -69,13 +69,32 @@ def with_adapters(
     return config, {**params, "layers": as_layers(stacks, config)}
 
 
+def check_lora(config: ModelConfig) -> None:
+    """Refuses adapters, `config.lora`, that no projection of the model gets, or whose rank exceeds the model's width.
+
+    Raises:
+      ValueError: the adapters are refused; the message names the key.
+    """
+    if not config.lora.rank:
+        return
+    stacks = stacks_of(param_specs(config)["layers"], config)
+    if not any(is_adapter(name) for stack in stacks for name in stack):
+        raise matches_nothing(config)
+    if config.lora.rank > config.model_dim:
+        raise ValueError(
+            f"model.lora.rank={config.lora.rank} exceeds the model's width of {config.model_dim}: adapters of this "
+            "rank would hold more numbers than the projections themselves. Lower it, or train all weights "
+            "(model.lora.rank=0)."
+        )
+
+
 def matches_nothing(config: ModelConfig) -> ValueError:
     """Makes the error for a pattern that matches projections of other models only."""
     names = PROJECTIONS if config.experts is None else (*ATTENTION_PROJECTIONS, *EXPERT_PROJECTIONS)
     wanted = (*names, *LINEAR_PROJECTIONS.values()) if config.recurrent else names
     return ValueError(
-        f"lora.pattern={config.lora.pattern!r} matches no projection of a {config.family} model: make it match one of "
-        f"{', '.join(wanted)}."
+        f"model.lora.pattern={config.lora.pattern!r} matches no projection of a {config.family} model: make it match "
+        f"one of {', '.join(wanted)}."
     )
 
 

@@ -119,7 +119,7 @@ def _modules(config: ModelConfig) -> list[str]:
     dense = [name for name in covered if name in PROJECTIONS and name not in ATTENTION_PROJECTIONS]
     if config.experts is not None and not config.experts.beside_dense and dense:
         raise ValueError(
-            f"lora.pattern={config.lora.pattern!r} puts adapters on {', '.join(dense)} in the dense layers of a "
+            f"model.lora.pattern={config.lora.pattern!r} puts adapters on {', '.join(dense)} in the dense layers of a "
             f"{config.family} model, which PEFT cannot load beside experts: export the merged model instead, or train "
             "with a pattern of q, k, v, o, expert_in and expert_out."
         )

@@ -120,6 +120,30 @@ def test_settings_that_do_not_fit_the_model_are_found_before_it_is_loaded(rollou
         ready.check_fit(parse(values(rollout=rollout)), Tokenizer(podrl.TINY))
 
 
+@pytest.mark.parametrize(
+    ("lora", "message"),
+    [
+        (
+            {"rank": 4, "pattern": "expert_in"},
+            r"model\.lora\.pattern='expert_in' matches no projection of a gemma2 model",
+        ),
+        ({"rank": 200}, r"model\.lora\.rank=200 exceeds the model's width of 128"),
+    ],
+)
+def test_adapters_that_do_not_fit_the_model_are_found_before_it_is_loaded(lora, message):
+    with pytest.raises(ValueError, match=message):
+        ready.check_fit(parse(values(model={"lora": lora})), Tokenizer(podrl.TINY))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "key", "why"),
+    [("orpo", "reference", "compares the policy with no other model"), ("grpo", "critic", "has no critic")],
+)
+def test_a_model_that_the_algorithm_does_not_read_is_refused(algorithm, key, why):
+    with pytest.raises(ValueError, match=rf"model\.{key}='tiny' is not read, because algorithm={algorithm} {why}"):
+        parse(values(algorithm, model={key: "tiny"}))
+
+
 AUXILIARY = {
     "model.reference": ("grpo", lambda path: {"model": {"reference": path}}),
     "model.critic": ("ppo", lambda path: {"model": {"critic": path}}),
