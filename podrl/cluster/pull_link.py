@@ -9,7 +9,7 @@ from podrl.runtime.channel import Channel
 from podrl.runtime.message import Message
 from podrl.runtime.pod import Pod
 from podrl.transfer.pull.fetch import PullReceiver
-from podrl.transfer.pull.handshake import Reply, Words
+from podrl.transfer.pull.handshake import JsonObject, Reply
 from podrl.transfer.pull.serve import PullServer, ServedTree
 from podrl.types import Policy, PyTree
 
@@ -66,7 +66,7 @@ class PullLink:
         assert not self.trains
         return _Receiver(PullReceiver(name, target, self._ask, timeout=self._deadline_s))
 
-    def _ask(self, process: int, request: Words) -> Reply:
+    def _ask(self, process: int, request: JsonObject) -> Reply:
         if process not in self._addresses:
             trainer = self._pod.seat.hosts.trainer[process]
             self._addresses[process] = self._pod.get(trainer, "weights", self._deadline_s).value

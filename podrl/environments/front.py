@@ -4,7 +4,7 @@ import asyncio
 import dataclasses
 import importlib.util
 import secrets
-from typing import Any, Protocol
+from typing import Protocol
 
 from podrl.environments.wire.requests import Answer, AnswerPart, ParsedRequest, RefusedRequest
 from podrl.mappings import JsonObject
@@ -143,7 +143,7 @@ class Front:
         process, self._process = self._process, None
         return [process.leave()] if process is not None else []
 
-    def _send(self, header: dict[str, Any], body: bytes = b"") -> None:
+    def _send(self, header: JsonObject, body: bytes = b"") -> None:
         if self._process is not None:
             self._process.send(header, body)
 

@@ -284,7 +284,7 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: Any) -> None:
         """Begins to answer requests."""
-        self._transport: asyncio.Transport = transport
+        self._transport: Any = transport
         self._connections.add(self)
         self.active_s = self._loop.time()
         self.work = self._loop.create_task(self._answer())
@@ -430,7 +430,7 @@ def parse(body: bytes | bytearray) -> Any:
         raise RefusedRequest(400, "invalid_json", f"The body is not JSON that can be read: {error}.") from None
 
 
-def to_json(value: Any) -> bytes:
+def to_json(value: object) -> bytes:
     """Writes a value as JSON; NaN and infinities become null."""
     try:
         return msgspec.json.encode(value)

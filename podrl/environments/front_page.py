@@ -7,10 +7,10 @@ import html
 import itertools
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from podrl.environments.wire import chat
 from podrl.environments.wire.requests import Answer, ParsedRequest, visible_text
+from podrl.mappings import ChatMessage
 
 _KEPT = 256  # requests on the page; older ones are forgotten
 _SHOWN = 4000  # characters of a message; the middle of a longer one is left out
@@ -36,7 +36,7 @@ class _Node:
 
     number: int
     request: ParsedRequest
-    answers: Sequence[Mapping[str, Any]]
+    answers: Sequence[ChatMessage]
     ends: Sequence[bytes]
     parent: int
     reason: str
@@ -118,7 +118,7 @@ def _branch_html(node: _Node, nodes: Mapping[int, _Node], children: Mapping[int,
     return "".join([*parts, "</details>"])
 
 
-def _new(node: _Node, before: _Node | None) -> list[tuple[str, Mapping[str, Any]]]:
+def _new(node: _Node, before: _Node | None) -> list[tuple[str, ChatMessage]]:
     """Lists the (role, message) pairs of a request that the request before it does not have."""
     request = node.request.model_request
     if request.messages is None:
@@ -129,7 +129,7 @@ def _new(node: _Node, before: _Node | None) -> list[tuple[str, Mapping[str, Any]
     return [(str(message["role"]), message) for message in request.messages[shown:]]
 
 
-def _message(role: str, message: Mapping[str, Any]) -> str:
+def _message(role: str, message: ChatMessage) -> str:
     texts = [str(message.get("content") or "")]
     for call in message.get("tool_calls") or ():
         texts.append(f"calls {call['function']['name']}({call['function']['arguments']})")
@@ -141,7 +141,7 @@ def _cut(text: str) -> str:
     return text if len(text) <= _SHOWN else f"{text[:half]} [...] {text[-half:]}"
 
 
-def _fingerprint(message: Mapping[str, Any]) -> str:
+def _fingerprint(message: ChatMessage) -> str:
     calls = [call["function"]["name"] for call in message.get("tool_calls") or ()]
     return json.dumps([message.get("role", "assistant"), message.get("content") or "", calls])
 

@@ -22,6 +22,7 @@ from podrl.environments.front_http import BACKLOG, Client, parse, serving, to_js
 from podrl.environments.front_page import FrontPage
 from podrl.environments.wire import chat, completions, generate, messages, responses
 from podrl.environments.wire.requests import ASIDE, Answer, AnswerPart, Choice, ParsedRequest, RefusedRequest
+from podrl.mappings import JsonObject
 from podrl.runtime.sockets import raise_descriptor_limit
 from podrl.workers import child
 from podrl.workers.frames import frame_of
@@ -101,7 +102,7 @@ class _Episode:
 class Endpoint:
     """The application of the HTTP server: checks keys, passes requests to the owner and its answers to clients."""
 
-    def __init__(self, settings: Mapping[str, Any], send: Callable[[Mapping[str, Any]], None]) -> None:
+    def __init__(self, settings: JsonObject, send: Callable[[JsonObject], None]) -> None:
         """Keeps the arguments.
 
         Args:
@@ -124,7 +125,7 @@ class Endpoint:
 
     # Frames of the owner.
 
-    def receive(self, frame: Mapping[str, Any], numbers: bytes = b"") -> None:
+    def receive(self, frame: JsonObject, numbers: bytes = b"") -> None:
         """Acts on a frame of the owner; `numbers` are the token ids and log-probabilities of an answer."""
         match frame:
             case {"open": name, "key": key}:
@@ -213,9 +214,9 @@ class Endpoint:
             )
         return episode
 
-    def _model_list(self) -> dict[str, Any]:
+    def _model_list(self) -> JsonObject:
         names = [name + end for name in self._models for end in ("", ASIDE)]
-        shared: dict[str, Any] = {"object": "model", "created": 0, "owned_by": "podrl"}
+        shared: dict[str, object] = {"object": "model", "created": 0, "owned_by": "podrl"}
         shared |= {"max_model_len": self._context} if self._context else {}
         return {"object": "list", "data": [{"id": name, **shared} for name in names]}
 
@@ -312,7 +313,7 @@ class Endpoint:
         self._send({"delivered": exchange.number})
 
 
-def _event(body: Mapping[str, Any]) -> str:
+def _event(body: JsonObject) -> str:
     """Writes JSON as a server-sent event, named by its type if it has one."""
     name, data = f"event: {body['type']}\n" if "type" in body else "", to_json(body).decode()
     if not data.isascii():
@@ -333,7 +334,7 @@ async def _serve(requests: BinaryIO, replies: BinaryIO) -> None:
     # Not written with `replies.write`: a write that blocks would stop all clients.
     pipe, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, replies)
 
-    def send(header: Mapping[str, Any]) -> None:
+    def send(header: JsonObject) -> None:
         pipe.write(frame_of(to_json(header)))
 
     frames = child.frames(requests)

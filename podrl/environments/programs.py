@@ -12,13 +12,14 @@ import pathlib
 import shutil
 import signal
 import sys
-from collections.abc import AsyncIterator, Mapping
-from typing import Any, Literal, Protocol
+from collections.abc import AsyncIterator
+from typing import Literal, Protocol
 
 from podrl.environments.config import EnvironmentConfig
 from podrl.environments.front import Front, FrontSettings
 from podrl.environments.protocol import Ended, Result, Task
 from podrl.environments.wire.requests import Answer, ParsedRequest, RefusedRequest
+from podrl.mappings import JsonObject
 from podrl.workers.user_code import Limits
 from podrl.workers.user_objects import LoadError
 
@@ -202,7 +203,7 @@ class ProgramEnvironment:
         finally:
             leaving.cancel()
 
-    async def _run_task(self, runner: "_Runner", session: _Session, line: Mapping[str, Any]) -> Result:
+    async def _run_task(self, runner: "_Runner", session: _Session, line: JsonObject) -> Result:
         """Gives a task to a process, and waits until it has answered and every answer of the model has arrived."""
         working = asyncio.ensure_future(runner.run_task(line))
         try:
@@ -337,7 +338,7 @@ class _Runner:
         )
         return cls(process, log)
 
-    async def run_task(self, line: Mapping[str, Any]) -> Result:
+    async def run_task(self, line: JsonObject) -> Result:
         """Gives the process a task.
 
         Raises:
@@ -414,14 +415,14 @@ def _check(request: ParsedRequest) -> None:
         raise RefusedRequest(400, "unsupported_parameter", why, "n")
 
 
-def _object(line: bytes) -> dict[str, Any]:
+def _object(line: bytes) -> JsonObject:
     with contextlib.suppress(ValueError, RecursionError):
         if isinstance(found := json.loads(line), dict):
             return found
     return {}
 
 
-def _result(reply: Mapping[str, Any], log: _Log) -> Result:
+def _result(reply: JsonObject, log: _Log) -> Result:
     """Reads the result of a program.
 
     Raises:
@@ -442,7 +443,7 @@ def _result(reply: Mapping[str, Any], log: _Log) -> Result:
     return Result(None if reward is None else float(reward), {name: float(x) for name, x in metrics.items()}, text)
 
 
-def _bad_value(name: str, value: Any, must: str) -> AgentFailure:
+def _bad_value(name: str, value: object, must: str) -> AgentFailure:
     return AgentFailure(
         "agent", f"The program gave {name}={str(value)[:200]!r}, which must be {must}.", process_alive=True
     )

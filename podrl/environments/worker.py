@@ -19,7 +19,7 @@ from podrl.environments.protocol import FULL, REFUSED, Ended, Model, OutsideErro
 from podrl.environments.tools import ToolEnvironment
 from podrl.environments.wire import chat as wire_chat
 from podrl.environments.wire.requests import ASIDE, Answer, Choice, ParsedRequest, RefusedRequest
-from podrl.mappings import JsonObject
+from podrl.mappings import ChatMessage, JsonObject, ToolDeclaration, ToolSchema, TurnRecord
 from podrl.workers import child
 from podrl.workers.frames import pack
 from podrl.workers.user_objects import LoadError, explain, explain_load, extend_path, load, short
@@ -32,15 +32,15 @@ _YIELDS = 3  # rounds of the event loop after a frame, so that the frame's episo
 class RemoteModel:
     """The Model of one episode: it sends the environment's requests to the host as frames, and awaits the answers."""
 
-    def __init__(self, send: Callable[[Mapping[str, Any]], None], attempt: int, config: EnvironmentConfig) -> None:
+    def __init__(self, send: Callable[[JsonObject], None], attempt: int, config: EnvironmentConfig) -> None:
         self._send, self._attempt, self._config = send, attempt, config
         self._outside_requests, self._turns = 0, 0
         self.out_of_turns = False  # True once the environment has asked for a turn beyond env.max_turns
         self.out_of_calls = False  # True once the model has made a call beyond env.max_tool_calls
         self.rested = asyncio.Event()  # set once the episode does not count towards env.processes any more
         self._turn: asyncio.Future[Turn] | None = None
-        self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
-        self._records: list[dict[str, Any]] = []
+        self._answers: dict[int, asyncio.Future[JsonObject]] = {}
+        self._records: list[TurnRecord] = []
         self._dropped: list[int] = []
 
     async def say(
@@ -65,8 +65,8 @@ class RemoteModel:
         reward: float,
         cuts: Cuts = (),
         cut_tokens: int = 0,
-        records: Sequence[Mapping[str, Any]] = (),
-        chat: Mapping[str, Any] | None = None,
+        records: Sequence[TurnRecord] = (),
+        chat: JsonObject | None = None,
         overlaps: bool = False,
     ) -> Turn:
         """Does the work of `say` and `chat`; arguments are the fields of podrl.environments.workers.EpisodeObservation.
@@ -107,9 +107,9 @@ class RemoteModel:
 
     async def chat(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[ChatMessage],
         *,
-        tools: Sequence[Mapping[str, Any]] = (),
+        tools: Sequence[ToolSchema] = (),
         stop: Sequence[str] = (),
         max_tokens: int | None = None,
         aside: bool = False,
@@ -171,7 +171,7 @@ class RemoteModel:
         if "make" in reply:
             started = time.monotonic()
             try:
-                answer: dict[str, Any] = {"answer": await make()}
+                answer: dict[str, object] = {"answer": await make()}
             except Exception as error:  # noqa: BLE001 - recorded as text, and raised as an OutsideError below
                 answer = {"raised": f"{type(error).__name__}: {error}"}
             try:
@@ -186,11 +186,11 @@ class RemoteModel:
             raise OutsideError(failed)
         return reply["answer"]
 
-    async def toolset(self, config: EnvironmentConfig) -> list[dict[str, Any]]:
+    async def toolset(self, config: EnvironmentConfig) -> list[ToolDeclaration]:
         """Gets the declarations of a ToolEnvironment's tools, see podrl.environments.toolbox.Tool.declared."""
         return (await self._request(self._next_number(), {"toolset": dataclasses.asdict(config)}))["tools"]
 
-    async def call(self, key: str, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    async def call(self, key: str, name: str, arguments: JsonObject) -> JsonObject:
         """Calls a tool.
 
         Args:
@@ -209,7 +209,7 @@ class RemoteModel:
         if self._turn is not None and not self._turn.done():
             self._turn.set_result(turn)
 
-    def on_answer(self, number: int, reply: dict[str, Any]) -> None:
+    def on_answer(self, number: int, reply: JsonObject) -> None:
         if (waiting := self._answers.pop(number, None)) is not None and not waiting.done():
             waiting.set_result(reply)
 
@@ -217,13 +217,13 @@ class RemoteModel:
         self._outside_requests += 1
         return self._outside_requests - 1
 
-    async def _request(self, number: int, request: Mapping[str, Any]) -> dict[str, Any]:
+    async def _request(self, number: int, request: JsonObject) -> JsonObject:
         self._answers[number] = asyncio.get_running_loop().create_future()
         self._send({"outside": self._attempt, "number": number, **request})
         return await self._answers[number]
 
 
-def record(by: str, text: str, failed: str, reply: Mapping[str, Any]) -> dict[str, Any]:
+def record(by: str, text: str, failed: str, reply: JsonObject) -> TurnRecord:
     """Makes the record of one outside answer, which is sent with the next observation.
 
     Args:
@@ -279,7 +279,7 @@ class _Worker:
             case {"cancel": attempt} if attempt in self._tasks:
                 self._tasks[attempt].cancel()
 
-    def send(self, frame: Mapping[str, Any]) -> None:
+    def send(self, frame: JsonObject) -> None:
         self._replies.write(pack(frame))
         self._replies.flush()
 
@@ -297,7 +297,7 @@ class _Worker:
         """
         self._config = config
         name = ""
-        reply: dict[str, Any] = {"loaded": None}
+        reply: dict[str, object] = {"loaded": None}
         try:
             for name, spec in specs.items():
                 environment = self._environments[name] = _environment(name, spec, config, self._folder)

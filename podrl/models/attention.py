@@ -214,7 +214,7 @@ def _blockwise(
     q_BKHGT = q_BTNH.reshape(B, T + pad, K, N // K, H).transpose(0, 2, 4, 3, 1)
     k_BKSH, v_BKSH = (jnp.swapaxes(x, 1, 2) for x in (k_BTKH, v_BTKH))
     sinks = tuple(sink_N.astype(jnp.float32).reshape(K, 1, N // K, 1) for sink_N in sinks)
-    out_BKHGT: Any = _flash(q_BKHGT, k_BKSH, v_BKSH, where, order, sinks, softcap, size)
+    out_BKHGT: Array = _flash(q_BKHGT, k_BKSH, v_BKSH, where, order, sinks, softcap, size)
     return out_BKHGT.transpose(0, 4, 1, 3, 2).reshape(B, T + pad, N, H)[:, :T]
 
 

@@ -3,7 +3,6 @@
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import flax.struct
 import jax
@@ -45,7 +44,7 @@ class LayerInfo:
 # `sinks` holds one array with the score of each head's sink, or nothing if heads have no sinks. `state` is any value
 # that the caller of the forward pass wants from each layer (new keys and values, an updated cache).
 # In layers of linear attention: attend(h_BTD, layer, project) -> (out_BTD, state), with the normalised stream h.
-Attend = Callable[..., tuple[Array, Any]]
+Attend = Callable[..., tuple[Array, PyTree]]
 # routed(h_BTD, layer, info, router_BTD) -> (out_BTD, route_BTk): the experts' output, and the chosen experts. The
 # router reads router_BTD, or h_BTD if it is None.
 RoutedFeedForward = Callable[[Array, PyTree, LayerInfo, Array | None], tuple[Array, Array]]
@@ -180,7 +179,7 @@ def block(
     mesh: Mesh | None = None,
     drop: Drop = drop_nothing,
     routed: RoutedFeedForward | None = None,
-) -> tuple[Float[Array, "B T D"], Any, Int[Array, "B T k"] | None]:
+) -> tuple[Float[Array, "B T D"], PyTree, Int[Array, "B T k"] | None]:
     """Applies one transformer layer.
 
     Args:
@@ -209,7 +208,7 @@ def block(
     def keep(x: Array, *axes: str) -> Array:
         return rules.constrain(x, axes, mesh)
 
-    def attention_of(h_BTD: Array) -> tuple[Array, Any]:
+    def attention_of(h_BTD: Array) -> tuple[Array, PyTree]:
         q_BTNH, gate_BTNH = proj("q", h_BTD), None
         if config.gated_attention:
             q_BTNH, gate_BTNH = jnp.split(q_BTNH, 2, axis=-1)
@@ -362,7 +361,7 @@ class _Pass:
     position_BT: Int[Array, "B T"]
     last_BT: Int[Array, "B T"] | None
     dropout_key: PRNGKeyArray | None
-    linear: tuple[Any, Any] | None
+    linear: tuple[PyTree, PyTree] | None
 
     def step(self, kind: int, alike: ModelConfig, lent: Mapping[int, tuple[Array, Array]], waiting: PyTree) -> Callable:
         """Builds the step of a kind of layer, with the weights that are `waiting` in the host's memory; layers that
@@ -485,10 +484,10 @@ def replayed(
 
 def over_layers(
     steps: Sequence[Callable],
-    carry: Any,
+    carry: PyTree,
     stacks: Sequence[PyTree],
     pattern: tuple[tuple[tuple[int, int], ...], int],
-) -> tuple[Any, dict[int, Any]]:
+) -> tuple[PyTree, dict[int, PyTree]]:
     """Applies layers in turn: a scan over each run of equal layers, inside a scan over repetitions of the pattern.
 
     Args:
@@ -506,9 +505,9 @@ def over_layers(
         carry, result = jax.lax.scan(steps[kind], carry, stacks[kind])
         return carry, {kind: result}
 
-    def repetition(carry: Any, stacks: Mapping[int, PyTree]) -> tuple[Any, dict[int, Any]]:
+    def repetition(carry: PyTree, stacks: Mapping[int, PyTree]) -> tuple[PyTree, dict[int, PyTree]]:
         first: dict[int, int] = dict.fromkeys(stacks, 0)
-        parts: dict[int, list[Any]] = {kind: [] for kind in stacks}
+        parts: dict[int, list[PyTree]] = {kind: [] for kind in stacks}
         for kind, count in runs:
             part = slice(first[kind], first[kind] + count)
             carry, result = jax.lax.scan(steps[kind], carry, jax.tree.map(lambda a: a[part], stacks[kind]))  # noqa: B023

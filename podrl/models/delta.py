@@ -11,7 +11,6 @@ of the convolution, W taps of the convolution.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import flax.struct
 import jax
@@ -420,7 +419,7 @@ def _convolve_on(
 
 def _mixed(
     h_BTD: Array, layer: PyTree, config: ModelConfig, project: Project, convolve: Callable, rule: Callable
-) -> tuple[Array, Array, Any]:
+) -> tuple[Array, Array, PyTree]:
     """Applies a layer's linear attention: (output, second result of `rule`, second result of `convolve`).
 
     Args:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from podrl.mappings import JsonObject
 from podrl.models.config import GLOBAL_WINDOW, Delta, Experts, Kind, ModelConfig, RopeScaling
 from podrl.models.hf_fields import COMPUTED, KINDS_OF_ROPE, PARTIAL_ROPE, QWEN3_5, reads, refuse_unknown, refuse_unread
 from podrl.models.tensor_files import has_own_head
@@ -32,7 +33,7 @@ class Family:
     post_norms: bool
     qk_norm: bool
     qkv_bias: bool
-    defaults: Mapping[str, Any]
+    defaults: JsonObject
     experts: tuple[str, int] | None = None
 
 
@@ -195,7 +196,7 @@ def read_config(directory: str | os.PathLike) -> ModelConfig:
     return dataclasses.replace(config, tie_embeddings=False) if own_head else config
 
 
-def config_from_hf(raw: Mapping[str, Any], *, where: str = "config.json") -> ModelConfig:
+def config_from_hf(raw: JsonObject, *, where: str = "config.json") -> ModelConfig:
     """Translates the fields of a config.json; error messages name the file `where`.
 
     Raises:
@@ -288,7 +289,7 @@ def config_from_hf(raw: Mapping[str, Any], *, where: str = "config.json") -> Mod
     )
 
 
-def _per_layer_dim(known: Mapping[str, Any], fields: Mapping[str, Any], where: str) -> int:
+def _per_layer_dim(known: JsonObject, fields: JsonObject, where: str) -> int:
     """Reads the size of a Gemma 4's per-layer embeddings; null is 0, a missing field is transformers' default."""
     dim = fields.get("hidden_size_per_layer_input", known["hidden_size_per_layer_input"]) or 0
     if dim and known["vocab_size_per_layer_input"] != known["vocab_size"]:
@@ -300,7 +301,7 @@ def _per_layer_dim(known: Mapping[str, Any], fields: Mapping[str, Any], where: s
 
 
 def _kinds(
-    name: str, known: Mapping[str, Any], sliding: tuple[bool, ...], where: str
+    name: str, known: JsonObject, sliding: tuple[bool, ...], where: str
 ) -> tuple[tuple[Kind, ...], tuple[int, ...]]:
     """Reads the kinds of layers of a Gemma 4: with a window, and without one but with heads of another size.
 
@@ -352,7 +353,7 @@ def _kinds(
 _LINEAR_ROPE = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
 
 
-def _rotary_dim(name: str, known: Mapping[str, Any], head_dim: int, where: str) -> int:
+def _rotary_dim(name: str, known: JsonObject, head_dim: int, where: str) -> int:
     """Reads the number of leading dimensions of a head that rotary positions turn.
 
     Text has the same position on all three axes of mrope, so mrope is ordinary rotary embedding here.
@@ -372,7 +373,7 @@ def _rotary_dim(name: str, known: Mapping[str, Any], head_dim: int, where: str) 
 
 
 def _linear_kinds(
-    known: Mapping[str, Any], layers: int, head_dim: int, where: str
+    known: JsonObject, layers: int, head_dim: int, where: str
 ) -> tuple[tuple[Kind, ...], tuple[int, ...]]:
     """Reads the two kinds of layers of a Qwen 3.5: attention and linear attention."""
     every = known["full_attention_interval"]
@@ -396,9 +397,7 @@ def _linear_kinds(
     return kinds, tuple(1 if kind == "linear_attention" else 0 for kind in types)
 
 
-def _dense_first(
-    known: Mapping[str, Any], layers: int, head_dim: int, where: str
-) -> tuple[tuple[Kind, ...], tuple[int, ...]]:
+def _dense_first(known: JsonObject, layers: int, head_dim: int, where: str) -> tuple[tuple[Kind, ...], tuple[int, ...]]:
     """Reads the two kinds of layers of a GLM 4.5: dense layers come first, and all others have experts."""
     dense, heads = known["first_k_dense_replace"], known["num_key_value_heads"]
     if dense >= layers:
@@ -409,7 +408,7 @@ def _dense_first(
     return (kinds, (1,) * dense + (0,) * (layers - dense)) if dense else ((), ())
 
 
-def _experts(name: str, known: Mapping[str, Any], where: str) -> Experts | None:
+def _experts(name: str, known: JsonObject, where: str) -> Experts | None:
     """Reads the experts of a model; None for a model without experts."""
     family = FAMILIES[name]
     if family.experts is None or (name == "gemma4" and not known.get("enable_moe_block")):
@@ -441,7 +440,7 @@ def _experts(name: str, known: Mapping[str, Any], where: str) -> Experts | None:
     )
 
 
-def _family_of(raw: Mapping[str, Any], where: str) -> tuple[str, Mapping[str, Any]]:
+def _family_of(raw: JsonObject, where: str) -> tuple[str, JsonObject]:
     model_type = raw.get("model_type")
     if model_type in ("gemma3", "gemma4", *QWEN3_5) and isinstance(raw.get("text_config"), Mapping):
         # A checkpoint for images and text; podrl computes its text decoder.
@@ -462,7 +461,7 @@ def _family_of(raw: Mapping[str, Any], where: str) -> tuple[str, Mapping[str, An
     )
 
 
-def _activation(name: str, known: Mapping[str, Any], where: str) -> tuple[str, str]:
+def _activation(name: str, known: JsonObject, where: str) -> tuple[str, str]:
     """Reads the activation: (its name in the file, podrl's name)."""
     activation = known["hidden_activation" if reads(name, "hidden_activation") else "hidden_act"]
     if name == "gemma" and activation == "gelu":
@@ -472,21 +471,19 @@ def _activation(name: str, known: Mapping[str, Any], where: str) -> tuple[str, s
     return activation, _CLAMPED if name == "gpt_oss" else _ACTIVATIONS[activation]
 
 
-def _softcap(key: str, fields: Mapping[str, Any], family: Family) -> float:
+def _softcap(key: str, fields: JsonObject, family: Family) -> float:
     value = fields[key] if key in fields else family.defaults.get(key)
     return float(value or 0.0)
 
 
-def _window(name: str, known: Mapping[str, Any], fields: Mapping[str, Any]) -> int | None:
+def _window(name: str, known: JsonObject, fields: JsonObject) -> int | None:
     """Reads the window of sliding layers, in tokens; None if the model has no window, or the file has null."""
     if "use_sliding_window" in known and not known["use_sliding_window"]:
         return None
     return fields["sliding_window"] if "sliding_window" in fields else known.get("sliding_window")
 
 
-def _sliding_layers(
-    name: str, known: Mapping[str, Any], layers: int, window: int | None, where: str
-) -> tuple[bool, ...]:
+def _sliding_layers(name: str, known: JsonObject, layers: int, window: int | None, where: str) -> tuple[bool, ...]:
     """Returns, for each layer, whether it has a sliding window."""
     if name in QWEN3_5:
         return (False,) * layers
@@ -516,7 +513,7 @@ def _sliding_layers(
 
 
 def _rope(
-    name: str, known: Mapping[str, Any], fields: Mapping[str, Any], sliding: tuple[bool, ...], where: str
+    name: str, known: JsonObject, fields: JsonObject, sliding: tuple[bool, ...], where: str
 ) -> tuple[tuple[float, ...], tuple[RopeScaling, ...]]:
     """Reads every layer's rotary base and scaling from rope_theta and rope_scaling, or from rope_parameters."""
     shared = _not_null(known.get("rope_parameters"))
@@ -559,12 +556,12 @@ def _rope(
     return tuple(parsed[s][0] for s in sliding), tuple(parsed[s][1] for s in sliding)
 
 
-def _not_null(fields: Mapping[str, Any] | None) -> dict[str, Any]:
+def _not_null(fields: JsonObject | None) -> dict[str, Any]:
     """Returns the fields that are not null."""
     return {key: value for key, value in (fields or {}).items() if value is not None}
 
 
-def _rope_kind(rope: Mapping[str, Any], limit: int | None, where: str) -> tuple[float, RopeScaling]:
+def _rope_kind(rope: JsonObject, limit: int | None, where: str) -> tuple[float, RopeScaling]:
     allowed = {
         "default": set(),
         "linear": {"factor"},
@@ -606,7 +603,7 @@ def _rope_kind(rope: Mapping[str, Any], limit: int | None, where: str) -> tuple[
 _YARN = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
 
 
-def _yarn(rope: Mapping[str, Any], theta: float, limit: int | None, where: str) -> RopeScaling:
+def _yarn(rope: JsonObject, theta: float, limit: int | None, where: str) -> RopeScaling:
     """Reads YaRN (arXiv 2309.00071) with the defaults of transformers."""
     factor, fast, slow = float(rope["factor"]), float(rope.get("beta_fast", 32)), float(rope.get("beta_slow", 1))
     if fast < slow or theta <= 1:
@@ -645,7 +642,7 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     """
     family = FAMILIES[config.family]
     activation = {_CLAMPED: "silu", **{v: k for k, v in _ACTIVATIONS.items() if k != "swish"}}[config.activation]
-    raw: dict[str, Any] = {
+    raw: dict[str, object] = {
         "architectures": [family.architecture],
         "model_type": family.model_type,
         "vocab_size": config.vocab_size,
@@ -681,7 +678,7 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     return raw
 
 
-def _gemma4_fields(config: ModelConfig) -> dict[str, Any]:
+def _gemma4_fields(config: ModelConfig) -> dict[str, object]:
     full = config.kinds[1]
     return {
         "final_logit_softcapping": config.logit_softcap or None,
@@ -696,7 +693,7 @@ def _gemma4_fields(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _linear_fields(config: ModelConfig) -> dict[str, Any]:
+def _linear_fields(config: ModelConfig) -> dict[str, object]:
     sizes = config.kinds[1].delta
     assert sizes is not None
     return {
@@ -708,7 +705,7 @@ def _linear_fields(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _expert_fields(config: ModelConfig) -> dict[str, Any]:
+def _expert_fields(config: ModelConfig) -> dict[str, object]:
     experts, counted = config.experts, FAMILIES[config.family].experts
     if experts is None or counted is None:
         return {}
@@ -731,10 +728,10 @@ def _whole(value: float) -> float | int:
     return round(value) if abs(value - round(value)) < 1e-6 * abs(value) else value
 
 
-def _window_fields(config: ModelConfig) -> dict[str, Any]:
+def _window_fields(config: ModelConfig) -> dict[str, object]:
     sliding = [w != GLOBAL_WINDOW for w in config.window_L]
     window = min(config.window_L)
-    fields: dict[str, Any] = {}
+    fields: dict[str, object] = {}
     if reads(config.family, "layer_types"):
         fields["layer_types"] = ["sliding_attention" if s else "full_attention" for s in sliding]
     if config.family in QWEN3_5:
@@ -746,7 +743,7 @@ def _window_fields(config: ModelConfig) -> dict[str, Any]:
     return fields
 
 
-def _rope_fields(config: ModelConfig) -> dict[str, Any]:
+def _rope_fields(config: ModelConfig) -> dict[str, object]:
     """Returns the rotary fields in both spellings, so that transformers before and after version 5 read them alike."""
     scaling_of = {
         w != GLOBAL_WINDOW: (theta, scaling)
@@ -754,7 +751,7 @@ def _rope_fields(config: ModelConfig) -> dict[str, Any]:
     }
     theta, scaling = scaling_of.get(False, scaling_of.get(True, (10_000.0, RopeScaling())))
     old = _scaling_fields(scaling)
-    fields: dict[str, Any] = {"rope_theta": theta}
+    fields: dict[str, object] = {"rope_theta": theta}
     if old:
         fields["rope_scaling"] = old
     if config.family in PARTIAL_ROPE:
@@ -778,7 +775,7 @@ def _rope_fields(config: ModelConfig) -> dict[str, Any]:
     return fields
 
 
-def _scaling_fields(scaling: RopeScaling) -> dict[str, Any]:
+def _scaling_fields(scaling: RopeScaling) -> dict[str, object]:
     if scaling.kind == "none":
         return {}
     if scaling.kind == "linear":

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from podrl.config import nearest
+from podrl.mappings import JsonObject
 
 # Fields of models with experts, each with the families whose models read the field.
 EXPERT_FIELDS: Mapping[str, tuple[str, ...]] = {
@@ -138,7 +139,7 @@ _FIXED: Mapping[str, tuple[object, ...]] = {
     "topk_group": (1, None),
 }
 # Further values that podrl computes for one family.
-_FIXED_OF: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
+_FIXED_OF: Mapping[str, Mapping[str, tuple[object, ...]]] = {
     # In Gemma 4 the field changes tokens of images only, and so no text. In Gemma 3 it changes all tokens.
     "gemma4": {"use_bidirectional_attention": ("vision",), "enable_moe_block": (True,)},
     "gpt_oss": {"attention_bias": (True,)},
@@ -229,7 +230,7 @@ def _rope(key: str, value: object, where: str) -> None:
             _positive(f"{key}.{name}", inner, where)
 
 
-def _overrides(key: str, value: Any, where: str) -> None:
+def _overrides(key: str, value: object, where: str) -> None:
     if not isinstance(value, Mapping) or not all(isinstance(layer, Mapping) for layer in value.values()):
         raise ValueError(f"{where} has {key}={value!r}: it must be an object of objects, one for each layer it names.")
     for layer, fields in value.items():
@@ -241,7 +242,7 @@ _ROPE_NUMBERS = (
     *("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     *("partial_rotary_factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
 )
-_TYPES: Mapping[str, Callable[[str, Any, str], None]] = {
+_TYPES: Mapping[str, Callable[[str, object, str], None]] = {
     **dict.fromkeys(
         (
             *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
@@ -310,7 +311,7 @@ def refuse_unknown(family: str, fields: Mapping[str, object], where: str) -> Non
             _TYPES[key](key, value, where)
 
 
-def _mxfp4(value: Any) -> bool:
+def _mxfp4(value: object) -> bool:
     known = {"quant_method", "modules_to_not_convert", "dequantize"}
     return isinstance(value, Mapping) and value.get("quant_method") == "mxfp4" and set(value) <= known
 
@@ -322,7 +323,7 @@ def reads(family: str, key: str) -> bool:
 
 def refuse_unread(
     family: str,
-    fields: Mapping[str, Any],
+    fields: JsonObject,
     *,
     head_dim: int,
     theta_L: Sequence[float],

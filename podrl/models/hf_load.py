@@ -26,7 +26,7 @@ from podrl.models.hf_names import Entry, entries, to_leaf
 from podrl.models.quantize import quantized_leaves
 from podrl.models.tensor_files import StoredTensor, scan_directory
 from podrl.storage.storage import locate
-from podrl.types import PyTree
+from podrl.types import Device, PyTree
 
 _FREQUENCIES = re.compile(r".*rotary_emb\.inv_freq")  # podrl computes them
 # Parts of a model other than its text decoder: towers of images and sound, and layers that predict further tokens.
@@ -108,7 +108,7 @@ def load_entries(
     dtype: jax.typing.DTypeLike,
     *,
     where: str,
-) -> dict[str, Any]:
+) -> dict[str, PyTree]:
     """Loads the leaves of `wanted` from stored tensors as a parameter tree.
 
     Args:
@@ -123,7 +123,7 @@ def load_entries(
       ValueError: tensors are missing, unknown, of the wrong shape or not floating point, or hold NaN or infinity.
     """
     found = _match(wanted, stored, config, where)
-    params: dict[str, Any] = {}
+    params: dict[str, PyTree] = {}
     staging = _Staging(max(found[name].stop - found[name].start for entry in wanted for name in entry.names()))
     for entry in wanted:
         node = params
@@ -287,7 +287,7 @@ def _merged(axes: Sequence[Any]) -> Any:
 
 def _to_devices(tensor: StoredTensor, sharding: NamedSharding, staging: "_Staging") -> Array:
     """Copies a tensor's shards to this process's devices; reads each part once, however many devices hold it."""
-    parts: dict[tuple, list[Any]] = {}
+    parts: dict[tuple, list[Device]] = {}
     for device, index in sharding.addressable_devices_indices_map(tensor.shape).items():
         bounds = tuple(s.indices(n)[:2] for s, n in zip(index or (), tensor.shape, strict=True))
         parts.setdefault(bounds, []).append(device)

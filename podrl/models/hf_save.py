@@ -7,7 +7,6 @@ import os
 import pathlib
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +15,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as Spec
 from jaxtyping import Array
 
+from podrl.mappings import JsonObject
 from podrl.models.config import ModelConfig
 from podrl.models.hf_config import config_to_hf
 from podrl.models.hf_names import Entry, entries, part_of, to_stored
@@ -33,7 +33,7 @@ def save(
     params: PyTree,
     *,
     dtype: jax.typing.DTypeLike = jnp.float32,
-    fields: Mapping[str, Any] | None = None,
+    fields: JsonObject | None = None,
     extra_files: Mapping[str, bytes] | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
     wanted: Sequence[Entry] | None = None,

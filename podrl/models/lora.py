@@ -3,12 +3,12 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from podrl import offload
@@ -98,7 +98,7 @@ def matches_nothing(config: ModelConfig) -> ValueError:
     )
 
 
-def _fresh(spec: Param, key: Array, mesh: Mesh, dtype: Any) -> Array:
+def _fresh(spec: Param, key: Array, mesh: Mesh, dtype: DTypeLike) -> Array:
     # The key is passed as host data, because all processes of the mesh must pass the same value.
     make = _maker(spec.shape, spec.std, np.dtype(dtype), rules.sharding_for(spec.axes, spec.shape, mesh))
     return make(np.asarray(jax.random.key_data(key)))

@@ -8,7 +8,7 @@ experts of a token, each stored as its number plus 1.
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as Spec
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, UInt8
 
 from podrl.mesh import build, rules
@@ -231,7 +232,7 @@ def feed_forward(
     def local(
         x_BTD: Array,
         weights: PyTree,
-        index: Any,
+        index: int | Array,
         replayed: Mapping[str, Array],
         *,
         cuts: Mapping[str, Spec],
@@ -257,7 +258,7 @@ def feed_forward(
             x_XD, expert_Xk, weight_Xk = (lax.all_gather(a, spread, tiled=True) for a in (x_XD, expert_Xk, weight_Xk))
             expert_Xk = expert_Xk - count * lax.axis_index(spread)
         form = _Form(count, parts, config.activation, config.lora.scale if config.lora.rank else 1.0, tpu)
-        out_XD: Any = _apply(x_XD, expert_Xk, weight_Xk, leaves, first, form)
+        out_XD: Array = _apply(x_XD, expert_Xk, weight_Xk, leaves, first, form)
         if spread:
             out_XD = lax.psum_scatter(out_XD.astype(x_BTD.dtype), spread, tiled=True)
         out_XD = lax.psum(out_XD, tensor) if tensor else out_XD
@@ -582,7 +583,7 @@ def _plus(x: Array, bias: Array | None) -> Array:
     return x if bias is None else x + bias
 
 
-def _at(g: Array, part: int | None) -> tuple[Any, ...]:
+def _at(g: Array, part: int | None) -> tuple[int | Array, ...]:
     """Returns the index of matrix `part` of expert `g` in a leaf."""
     return (g,) if part is None else (g, part)
 
@@ -605,7 +606,7 @@ def _biases(leaves: Mapping[str, Array], g: Array) -> Callable[[str, int | None]
 
 
 def _forward(
-    x_XD: Array, expert_Xk: Array, weight_Xk: Array, leaves: Mapping[str, Array], first: Any, form: _Form
+    x_XD: Array, expert_Xk: Array, weight_Xk: Array, leaves: Mapping[str, Array], first: int | Array, form: _Form
 ) -> tuple[Array, tuple]:
     plan = _plan(expert_Xk, form)
     x_PD = plan.rows(x_XD)
@@ -682,7 +683,7 @@ def _tile(size: int) -> int:
 
 
 def _kernels(
-    plan: _SortedRows, leaves: Mapping[str, Array], first: Any, dtype: Any, *, interpret: bool = False
+    plan: _SortedRows, leaves: Mapping[str, Array], first: int | Array, dtype: DTypeLike, *, interpret: bool = False
 ) -> tuple[_Products, Callable[[Array | None, Array], Array]]:
     """Builds the TPU products: of rows with a leaf's matrices, and outer products of rows summed by expert.
 
@@ -695,7 +696,7 @@ def _kernels(
 
     count = plan.count_E.shape[0]
 
-    def dense(name: str) -> tuple[Array, Any]:
+    def dense(name: str) -> tuple[Array, int | Array]:
         if f"{name}_scale" not in leaves:
             return leaves[name], first
         own, scale = (lax.dynamic_slice_in_dim(leaves[n], first, count) for n in (name, f"{name}_scale"))

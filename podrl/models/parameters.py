@@ -3,7 +3,6 @@
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -71,7 +70,7 @@ def param_specs(config: ModelConfig) -> dict:
     kind under the kind's name.
     """
     unit = 0.0 if config.norm_plus_one else -1.0  # std -1: ones
-    specs: dict[str, Any] = {
+    specs: dict[str, PyTree] = {
         "embed": Param((config.vocab_size, config.model_dim), ("vocab", "embed"), config.model_dim**-0.5),
         "layers": as_layers([_layer_specs(alike) for alike in config.alike()], config),
         "final_norm": Param((config.model_dim,), ("norm",), unit),
@@ -86,12 +85,12 @@ def param_specs(config: ModelConfig) -> dict:
     return specs
 
 
-def stacks_of(layers: Mapping[str, Any], config: ModelConfig) -> tuple[Any, ...]:
+def stacks_of(layers: Mapping[str, PyTree], config: ModelConfig) -> tuple[PyTree, ...]:
     """Splits the subtree 'layers' of a parameter tree into one stack of leaves for each kind of layer."""
     return tuple(layers[kind.name] for kind in config.kinds) or (layers,)
 
 
-def as_layers(stacks: Sequence[Any], config: ModelConfig) -> dict[str, Any]:
+def as_layers(stacks: Sequence[PyTree], config: ModelConfig) -> dict[str, PyTree]:
     """Joins one stack of leaves for each kind of layer into the subtree 'layers' of a parameter tree."""
     if not config.kinds:
         return stacks[0]
@@ -167,7 +166,7 @@ def _layer_specs(config: ModelConfig) -> dict[str, Param]:
     return layers
 
 
-def is_param(leaf: Any) -> bool:
+def is_param(leaf: object) -> bool:
     return isinstance(leaf, Param)
 
 

@@ -32,7 +32,7 @@ CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
 
 # PEFT's fields that change what an adapter computes, each with the values that podrl computes.
-_FIXED: dict[str, tuple[Any, ...]] = {
+_FIXED: dict[str, tuple[object, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
     "use_dora": (False, None),

@@ -8,6 +8,7 @@ loaded nor computed.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -87,7 +88,7 @@ def prefix_attention(
     q_BNHT, k_BKHT, v_BKHT = (x.transpose(0, 2, 3, 1) for x in (q_BTNH, k_BTKH, v_BTKH))
     where = (bounds_BXT, window_1, _pairs(needed_Bij, by_keys=False), _pairs(needed_Bij, by_keys=True))
     sinks = tuple(sink_N.astype(jnp.float32)[:, None, None] for sink_N in sinks)
-    out_BNHT: Any = _attend(q_BNHT, k_BKHT, v_BKHT, where, sinks, static)
+    out_BNHT: Array = _attend(q_BNHT, k_BKHT, v_BKHT, where, sinks, static)
     return out_BNHT.transpose(0, 3, 1, 2)
 
 
@@ -243,7 +244,7 @@ def _within(x: Array, block: Array, static: _Static) -> Array:
     return jnp.where(at < static.T, x, jnp.zeros_like(x))
 
 
-def _each_head(static: _Static, body: Any) -> None:
+def _each_head(static: _Static, body: Callable[[int | Array], None]) -> None:
     """Runs a body for every query head of the group."""
     if static.group == 1:
         body(0)
@@ -264,7 +265,7 @@ def _forward(code_ref, window_ref, q_ref, k_ref, v_ref, query_ref, key_ref, *res
     seen = _seen(query_ref, key_ref, window_ref, i, j, static.size)
     k, v = k_ref[0, 0], _within(v_ref[0, 0], j, static)
 
-    def add(g: Any) -> None:
+    def add(g: int | Array) -> None:
         score = jnp.where(seen, _scores(k, q_ref[0, g], static.softcap), NEG_INF)
         top = jnp.maximum(top_ref[g], jnp.max(score, axis=0, keepdims=True))
         weight = jnp.exp(score - top)
@@ -277,7 +278,7 @@ def _forward(code_ref, window_ref, q_ref, k_ref, v_ref, query_ref, key_ref, *res
 
     @pl.when(last)
     def _():
-        def finish(g: Any) -> None:
+        def finish(g: int | Array) -> None:
             out_ref[0, g] = (sum_ref[g] / total_ref[g]).astype(out_ref.dtype)
             lse_ref[0, g] = top_ref[g] + jnp.log(total_ref[g])
 
@@ -307,7 +308,7 @@ def _backward_queries(
     seen = _seen(query_ref, key_ref, window_ref, i, j, static.size)
     k, v = (_within(ref[0, 0], j, static) for ref in (k_ref, v_ref))
 
-    def add(g: Any) -> None:
+    def add(g: int | Array) -> None:
         around = (q_ref[0, g], dout_ref[0, g], lse_ref[0, g], delta_ref[0, g])
         _, dscore = _gradient(seen, k, v, *around, static.softcap)
         sum_ref[g] += _dot(k, dscore.astype(k.dtype), ((1,), (0,)))
@@ -333,7 +334,7 @@ def _backward_keys(
     seen = _seen(query_ref, key_ref, window_ref, i, j, static.size)
     k, v = k_ref[0, 0], v_ref[0, 0]
 
-    def add(g: Any) -> None:
+    def add(g: int | Array) -> None:
         q, dout = (_within(ref[0, g], i, static) for ref in (q_ref, dout_ref))
         weight, dscore = _gradient(seen, k, v, q, dout, lse_ref[0, g], delta_ref[0, g], static.softcap)
         dscore = jnp.where(seen, dscore, 0.0) if static.ragged else dscore

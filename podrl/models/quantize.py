@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -76,6 +75,6 @@ def dequantized(name: str, layers: Mapping[str, Array], dtype: jax.typing.DTypeL
     return jax.jit(convert, out_shardings=sharding_of(layers[name]))(parts)
 
 
-def sharding_of(x: Any) -> Sharding | None:
+def sharding_of(x: object) -> Sharding | None:
     """Returns the sharding of an array; None for a host array or a tracer."""
     return x.sharding if isinstance(x, jax.Array) and not isinstance(x, Tracer) else None

@@ -2,11 +2,11 @@
 
 import dataclasses
 import os
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from podrl import offload
@@ -99,7 +99,7 @@ def check_head(directory: str | os.PathLike) -> None:
 def load(
     directory: str | os.PathLike,
     mesh: Mesh,
-    dtype: Any = "float32",
+    dtype: DTypeLike = "float32",
     *,
     lora_config: LoraConfig | None = None,
     needs_head: bool = True,
@@ -142,5 +142,5 @@ def scores(params: PyTree, hidden_BTD: Float[Array, "B T D"]) -> Float[Array, "B
     return jnp.einsum("BTD,D->BT", hidden_BTD.astype(jnp.float32), head_D)
 
 
-def _zeros(leaf: Any) -> Array:
+def _zeros(leaf: jax.ShapeDtypeStruct) -> Array:
     return jax.jit(lambda: jnp.zeros(leaf.shape, leaf.dtype), out_shardings=leaf.sharding)()

@@ -12,8 +12,10 @@ from podrl.models.hf_config import config_from_hf
 from podrl.models.parameters import is_param, param_specs, stacks_of
 from podrl.types import PyTree
 
+ModelFields = dict[str, Any]  # keyword arguments of ModelConfig, or of one of the functions below
 
-def _gemma2(dim: int, ffn: int, layers: int, heads: int, kv_heads: int, head_dim: int, scalar: int) -> dict[str, Any]:
+
+def _gemma2(dim: int, ffn: int, layers: int, heads: int, kv_heads: int, head_dim: int, scalar: int) -> ModelFields:
     return {
         "model_type": "gemma2",
         "vocab_size": 256_000,
@@ -44,7 +46,7 @@ def _gemma3(
     head_dim: int = 256,
     scalar: int = 256,
     small: bool = False,
-) -> dict[str, Any]:
+) -> ModelFields:
     """Fields of a Gemma 3's text decoder; `small` is the 1B model, which has no vision tower and shorter contexts."""
     more = {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
     return {
@@ -70,7 +72,7 @@ def _gemma3(
 
 def _gemma4_small(
     dim: int, ffn: int, layers: int, kv_heads: int, *, every: int, shared: int, wide: bool
-) -> dict[str, Any]:
+) -> ModelFields:
     """Fields of a small Gemma 4: one layer of `every` has no window, the last `shared` reuse the keys of others."""
     return {
         "model_type": "gemma4_text",
@@ -92,7 +94,7 @@ def _gemma4_small(
 
 def _gemma4(
     dim: int, ffn: int, layers: int, heads: int, kv_heads: int, full_kv_heads: int, **experts: Any
-) -> dict[str, Any]:
+) -> ModelFields:
     """Fields of a Gemma 4's text decoder; `full_kv_heads` counts the key heads of layers without a window."""
     return {
         "model_type": "gemma4_text",
@@ -112,7 +114,7 @@ def _gemma4(
     }
 
 
-def _qwen3(dim: int, ffn: int, layers: int, heads: int, *, tied: bool) -> dict[str, Any]:
+def _qwen3(dim: int, ffn: int, layers: int, heads: int, *, tied: bool) -> ModelFields:
     return {
         "model_type": "qwen3",
         "vocab_size": 151_936,
@@ -130,7 +132,7 @@ def _qwen3(dim: int, ffn: int, layers: int, heads: int, *, tied: bool) -> dict[s
     }
 
 
-def _qwen3_moe(dim: int, expert: int, layers: int, heads: int) -> dict[str, Any]:
+def _qwen3_moe(dim: int, expert: int, layers: int, heads: int) -> ModelFields:
     """Fields of a Qwen 3 with 128 experts, of which 8 compute each token; `expert` is an expert's inner dimension."""
     dense = _qwen3(dim, 3 * dim, layers, heads, tied=False)
     return dense | {
@@ -143,7 +145,7 @@ def _qwen3_moe(dim: int, expert: int, layers: int, heads: int) -> dict[str, Any]
     }
 
 
-def _qwen35_moe(dim: int, expert: int, layers: int, heads: int, kv_heads: int) -> dict[str, Any]:
+def _qwen35_moe(dim: int, expert: int, layers: int, heads: int, kv_heads: int) -> ModelFields:
     """Fields of a Qwen 3.5 with 256 experts, of which 8 compute each token, and a shared one, all of the same width."""
     return {
         "model_type": "qwen3_5_moe_text",
@@ -164,7 +166,7 @@ def _qwen35_moe(dim: int, expert: int, layers: int, heads: int, kv_heads: int) -
     }
 
 
-def _olmo3(dim: int, ffn: int, layers: int, heads: int, kv_heads: int) -> dict[str, Any]:
+def _olmo3(dim: int, ffn: int, layers: int, heads: int, kv_heads: int) -> ModelFields:
     return {
         "model_type": "olmo3",
         "vocab_size": 100_278,
@@ -179,7 +181,7 @@ def _olmo3(dim: int, ffn: int, layers: int, heads: int, kv_heads: int) -> dict[s
     }
 
 
-def _gpt_oss(experts: int, layers: int) -> dict[str, Any]:
+def _gpt_oss(experts: int, layers: int) -> ModelFields:
     return {
         "model_type": "gpt_oss",
         "vocab_size": 201_088,
@@ -191,7 +193,7 @@ def _gpt_oss(experts: int, layers: int) -> dict[str, Any]:
     }
 
 
-def _glm45_air() -> dict[str, Any]:
+def _glm45_air() -> ModelFields:
     return {
         "model_type": "glm4_moe",
         "vocab_size": 151_552,
@@ -213,7 +215,7 @@ def _glm45_air() -> dict[str, Any]:
     }
 
 
-def _llama32(dim: int, layers: int, heads: int, head_dim: int) -> dict[str, Any]:
+def _llama32(dim: int, layers: int, heads: int, head_dim: int) -> ModelFields:
     base = _llama31(dim, 8192, layers, heads)
     return base | {
         "head_dim": head_dim,
@@ -222,7 +224,7 @@ def _llama32(dim: int, layers: int, heads: int, head_dim: int) -> dict[str, Any]
     }
 
 
-def _llama31(dim: int, ffn: int, layers: int, heads: int) -> dict[str, Any]:
+def _llama31(dim: int, ffn: int, layers: int, heads: int) -> ModelFields:
     return {
         "model_type": "llama",
         "vocab_size": 128_256,
@@ -247,7 +249,7 @@ def _llama31(dim: int, ffn: int, layers: int, heads: int) -> dict[str, Any]:
 
 
 # Fields of the config.json published with each model. The Llama 3 rows are releases 3.1 and 3.2 (1B and 3B).
-SIZES: Mapping[str, Mapping[str, Any]] = {
+SIZES: Mapping[str, ModelFields] = {
     "gemma2-2b": _gemma2(2304, 9216, 26, 8, 4, 256, 256),
     "gemma2-9b": _gemma2(3584, 14_336, 42, 16, 8, 256, 256),
     "gemma2-27b": _gemma2(4608, 36_864, 46, 32, 16, 128, 144),

@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -16,6 +16,7 @@ from podrl.engine.session import Opening, Session, Track
 from podrl.environments.protocol import Turn
 from podrl.environments.wire import chat
 from podrl.environments.wire.requests import Choice, RefusedRequest, visible_text
+from podrl.mappings import ChatMessage, PackedTokens, ToolSchema, TurnRecord
 from podrl.rollout.histories import Histories
 from podrl.rollout.partial import fill_turn, pack_turn
 from podrl.types import DRAWN, STOP_ENV
@@ -45,10 +46,10 @@ class ChatRequest:
       pieces: True if the answer needs the text of each token.
     """
 
-    messages: Sequence[Mapping[str, Any]] | None
+    messages: Sequence[ChatMessage] | None
     text: str | None
     ids: Sequence[int] | None
-    tools: Sequence[Mapping[str, Any]]
+    tools: Sequence[ToolSchema]
     stop: Sequence[str]
     stop_ids: Sequence[int]
     parser: str
@@ -58,7 +59,7 @@ class ChatRequest:
     logprobs: bool
     pieces: bool
 
-    def message(self, turn: Turn) -> dict[str, Any]:
+    def message(self, turn: Turn) -> ChatMessage:
         """Writes the model's turn as the assistant's message."""
         choice = Choice(turn.text, turn.tokens, (), (), turn.stop)
         return chat.assistant_message(choice, stop=self.stop, tools=self.tools, parser=self.parser, id=self.id)
@@ -163,7 +164,7 @@ class Branches:
         self._opened: collections.Counter[bytes] = collections.Counter()
         self._newest: ChatRequest | None = None
         self._requests = 0
-        self._toolsets: list[Sequence[Mapping[str, Any]]] = []  # the different tools of answered requests
+        self._toolsets: list[Sequence[ToolSchema]] = []  # the different tools of answered requests
         self.forks: collections.Counter[Fork] = collections.Counter()
         self.dropped = 0
         self.current: _Branch | None = None
@@ -185,7 +186,7 @@ class Branches:
         *,
         urgent: bool,
         leaves: int | None = None,
-        drawn: Mapping[str, Any] | None = None,
+        drawn: PackedTokens | None = None,
     ) -> list[int] | None:
         """Continues a branch, or opens one.
 
@@ -500,7 +501,7 @@ class Branches:
         return np.frombuffer(digest.digest(), np.uint32)
 
 
-def read_record(rows: Sequence[Sequence[Any]], record: Track) -> list[Mapping[str, Any]]:
+def read_record(rows: Sequence[Sequence[Any]], record: Track) -> list[TurnRecord]:
     """Reads the answers that `Branches.record` recorded.
 
     Returns:
@@ -516,7 +517,7 @@ def read_record(rows: Sequence[Sequence[Any]], record: Track) -> list[Mapping[st
     return answers
 
 
-def _digest(tokens: Sequence[int], more: Sequence[Any]) -> str:
+def _digest(tokens: Sequence[int], more: Sequence[object]) -> str:
     """Hashes a request: its tokens and its limits."""
     digest = hashlib.blake2b(json.dumps(more).encode(), digest_size=16)
     digest.update(np.asarray(tokens, np.int32).tobytes())

@@ -11,6 +11,7 @@ import numpy as np
 
 from podrl.algorithms.policy_loss import CONTEXT
 from podrl.config import nearest
+from podrl.mappings import ConfigValues
 from podrl.workers.user_objects import explain_load, load_function, spec_at
 
 # Arrays that an advantage function may take by keyword, besides its own numbers.
@@ -63,7 +64,7 @@ def numbers(function: Callable[..., object], key: str, reserved: tuple[str, ...]
     return own
 
 
-def completed(settings: Mapping[str, Any], section: str) -> dict[str, Any]:
+def completed(settings: ConfigValues, section: str) -> ConfigValues:
     """Returns the numbers of all functions that a section's settings name: their defaults, replaced by set values.
 
     Args:
@@ -83,7 +84,7 @@ def completed(settings: Mapping[str, Any], section: str) -> dict[str, Any]:
     return groups
 
 
-def bound(value: Any, arguments: Mapping[str, Any], key: str, reserved: tuple[str, ...]) -> Callable[..., Any]:
+def bound(value: Any, arguments: Mapping[str, object], key: str, reserved: tuple[str, ...]) -> Callable[..., Any]:
     """Returns the function that a setting names, with its own numbers bound to the configuration's numbers.
 
     The returned function takes every array of `reserved` by keyword, and passes on the arrays that the user's function
@@ -112,7 +113,7 @@ def bound(value: Any, arguments: Mapping[str, Any], key: str, reserved: tuple[st
     context_names = [name for name in reserved if name in inspect.signature(function).parameters]
 
     @functools.wraps(function)
-    def call(*arrays: Any, **context: Any) -> Any:
+    def call(*arrays: object, **context: object) -> object:
         return function(*arrays, **{name: context[name] for name in context_names}, **{**own, **arguments})
 
     return call

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from podrl.algorithms.aggregate import token_mean
@@ -38,9 +39,9 @@ class TeacherParts:
 
     step: Mapping[str, Any]
     whole: bool = False
-    score: Callable[[PyTree, PyTree, Batch[Layout]], Any] | None = None
-    likely: Callable[[PyTree, Batch[Layout]], Any] | None = None
-    score_ids: Callable[[PyTree, Batch[IdRows]], Any] | None = None
+    score: Callable[[PyTree, PyTree, Batch[Layout]], PyTree] | None = None
+    likely: Callable[[PyTree, Batch[Layout]], PyTree] | None = None
+    score_ids: Callable[[PyTree, Batch[IdRows]], PyTree] | None = None
 
 
 def teacher_parts(how: Distillation, forward: Forward, teacher: ModelConfig) -> TeacherParts:
@@ -157,11 +158,11 @@ def make_top_k_fns(forward: Forward, teacher: Trunk, k: int) -> tuple[Callable, 
     mesh, ids = forward.mesh, forward.config.vocab_size
     place = functools.partial(rules.constrain, axes=("layers", "batch", "time", "act"), mesh=mesh)
 
-    def zeros(layout: Layout, dtype: Any) -> Array:
+    def zeros(layout: Layout, dtype: DTypeLike) -> Array:
         return place(jnp.zeros((*layout.tokens_BT.shape, k), dtype))
 
-    def looped(score: Callable[[Any], Any], batch: Batch[Any], out: Any) -> Any:
-        def body(index: Array, out: Any) -> Any:
+    def looped(score: Callable[[Any], PyTree], batch: Batch[Any], out: PyTree) -> PyTree:
+        def body(index: Array, out: PyTree) -> PyTree:
             rows = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), batch.rows)
             put = functools.partial(jax.lax.dynamic_update_index_in_dim, index=index, axis=0)
             return jax.tree.map(put, out, score(rows))

@@ -63,7 +63,7 @@ class Trunk:
         """
         return decoder.hidden(params, **self._arguments(layout, dropout_key))
 
-    def _arguments(self, layout: Layout, dropout_key: PRNGKeyArray | None) -> Any:
+    def _arguments(self, layout: Layout, dropout_key: PRNGKeyArray | None) -> dict[str, Any]:
         return {
             "tokens_BT": layout.tokens_BT,
             "segment_BT": layout.segment_BT,

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -137,7 +137,7 @@ def _adamw(config: AdamSettings, schedule: Schedule) -> optax.GradientTransforma
         return AdamState(jnp.zeros([], jnp.int32), zeros(config.mu_dtype), zeros(config.nu_dtype), master)
 
     def update(
-        updates: PyTree, state: Any, params: PyTree = None, *, norm: Array | None = None, **_: Any
+        updates: PyTree, state: PyTree, params: PyTree = None, *, norm: Array | None = None, **_: object
     ) -> tuple[PyTree, AdamState]:
         rate = schedule(state.count)
         step = (state.count + 1).astype(f32)

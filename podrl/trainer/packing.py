@@ -3,7 +3,7 @@
 import bisect
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -289,7 +289,7 @@ class Placement:
         out[self._tokens[2][self._own]] = values_X[self._own]
         return out.reshape(shape.micro_batches, shape.rows, shape.tokens)
 
-    def _checked(self, values_BT: Any) -> np.ndarray:
+    def _checked(self, values_BT: Shaped[np.ndarray, "B T"]) -> np.ndarray:
         values = np.asarray(values_BT)
         if len(values) != self.pieces.samples:
             raise ValueError(
@@ -553,7 +553,7 @@ def _alike(one: bytes, other: bytes) -> int:
     return int(differs_X.argmax()) if differs_X.any() else size
 
 
-def _listed(key_X: Iterable[Any], value_X: Iterable[Any]) -> dict[Any, list[Any]]:
+def _listed(key_X: Iterable[Hashable], value_X: Iterable[Any]) -> dict[Any, list[Any]]:
     """Lists the values of each key, in the order of the values."""
     listed: dict[Any, list[Any]] = {}
     for key, value in zip(key_X, value_X, strict=True):

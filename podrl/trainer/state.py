@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
+from jax.typing import DTypeLike
 from jaxtyping import Int
 
 from podrl import offload
@@ -23,7 +24,7 @@ _AXES = ("layers", "batch", "time", "act")
 
 
 def abstract_state(
-    config: ModelConfig, optimizer: Optimizer, mesh: Mesh, dtype: Any = "float32"
+    config: ModelConfig, optimizer: Optimizer, mesh: Mesh, dtype: DTypeLike = "float32"
 ) -> tuple[TrainState, PyTree]:
     """Returns (state, frozen parameters) as shapes, dtypes and shardings, for restoring checkpoints and compiling.
 
@@ -48,7 +49,7 @@ def abstract_train_state(trainable: PyTree, optimizer: Optimizer, mesh: Mesh) ->
     """
     whole = rules.replicated(mesh)
 
-    def like_param(leaf: Any, param: Any) -> jax.ShapeDtypeStruct:
+    def like_param(leaf: jax.ShapeDtypeStruct, param: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         if leaf.shape != param.shape:
             return offload.placed(leaf, whole)
         hosted = optimizer.on_host and offload.cut(param.shape, param.sharding) is not None
@@ -117,7 +118,7 @@ def abstract_batch(rows: type[Rows], shape: PackShape, mesh: Mesh, *, route_byte
       route_bytes: number of bytes of a token's recorded routes; 0 if no routes are replayed.
     """
 
-    def placed(dtype: Any, *axes: str) -> Any:
+    def placed(dtype: DTypeLike, *axes: str) -> Any:
         dims = (shape.micro_batches, shape.rows, shape.tokens)[: len(axes)]
         return jax.ShapeDtypeStruct(dims, dtype, sharding=rules.sharding_for(axes, dims, mesh))
 
@@ -138,7 +139,7 @@ def abstract_batch(rows: type[Rows], shape: PackShape, mesh: Mesh, *, route_byte
     return Batch(rows(**(fields | {"layout": layout})), count)
 
 
-def fetch(array: Any, mesh: Mesh) -> np.ndarray:
+def fetch(array: jax.Array, mesh: Mesh) -> np.ndarray:
     """Copies a device array of the mesh to the host; every process gets the whole array."""
     if mesh.is_multi_process:
         array = jax.jit(lambda x: x, out_shardings=rules.replicated(mesh))(array)
@@ -177,5 +178,5 @@ def put_batch(batch: Batch[Rows], mesh: Mesh) -> Batch[Rows]:
     return jax.tree.map(put, batch, batch_shardings(batch, mesh))
 
 
-def _abstract(x: Any) -> jax.ShapeDtypeStruct:
+def _abstract(x: jax.Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)

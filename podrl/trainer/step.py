@@ -16,10 +16,10 @@ from podrl.models.config import ModelConfig
 from podrl.trainer import state as state_lib
 from podrl.trainer.objective import Forward, Objective, TokenLoss, token_objective
 from podrl.trainer.optimizer import AdamState, Optimizer, apply_updates, global_norm
-from podrl.types import Batch, Layout, PyTree, Ratio, TrainState
+from podrl.types import Batch, Layout, PyTree, Ratio, Rows, TrainState
 
-Metrics = dict[str, Float[Array, ""]]
-TrainStep = Callable[[TrainState, PyTree, Batch[Any]], tuple[TrainState, Metrics]]
+DeviceMetrics = dict[str, Float[Array, ""]]  # the metrics of one update
+TrainStep = Callable[[TrainState, PyTree, Batch[Any]], tuple[TrainState, DeviceMetrics]]
 ScoreFn = Callable[[PyTree, Batch[Layout]], Float[Array, "A B T"]]
 TokenWeights = Callable[[Array, Any], tuple[Float[Array, "B T"], Float[Array, "B T"]]]
 TokenScoreFn = Callable[[PyTree, Batch[Layout]], tuple[Float[Array, "A B T"], Float[Array, "A B T"]]]
@@ -95,7 +95,7 @@ def make_update(
       seed: seed of the random numbers of a forward pass.
     """
 
-    def step(state: TrainState, frozen: PyTree, batch: Batch[Any]) -> tuple[TrainState, Metrics]:
+    def step(state: TrainState, frozen: PyTree, batch: Batch[Any]) -> tuple[TrainState, DeviceMetrics]:
         key = jax.random.fold_in(jax.random.key(seed), state.step)
         whole = lambda params: join(params, frozen)  # noqa: E731
         grads, loss, metrics = _accumulate(objective, state.params, whole, batch, key, mesh, trainable)
@@ -348,7 +348,7 @@ def _accumulate(
     return jax.lax.fori_loop(0, batch.micro_batches, body, start)
 
 
-def _micro_batch(rows: PyTree, index: Array) -> Any:
+def _micro_batch(rows: Rows, index: Array) -> Rows:
     """Slices micro-batch `index` (traced) from the rows of a Batch."""
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, axis=0, keepdims=False), rows)
 

@@ -16,9 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as Spec
+from jax.typing import DTypeLike
 from jaxtyping import Array, Int
 
 from podrl.transfer.plan import LeafPlan
+from podrl.types import Device, PyTree
 
 Columns = Sequence[Array]
 # One entry per slot of a shard: the box of each device, by device id.
@@ -70,7 +72,7 @@ def lifted(shape: tuple[int, ...], mesh: Mesh) -> tuple[tuple[int, ...], NamedSh
 
 
 @functools.lru_cache(maxsize=1024)
-def cut_program(mesh: Mesh, boxes: tuple[Boxes, ...]) -> Callable[[Any, Sequence[Array]], Sequence[Columns]]:
+def cut_program(mesh: Mesh, boxes: tuple[Boxes, ...]) -> Callable[[Array | None, Sequence[Array]], Sequence[Columns]]:
     """Compiles a program that cuts leaves into boxes: (start, leaves) -> for each leaf one array per slot, cast.
 
     Each array has one box on every device. `start` is the index at which the part begins along the part axis: an int32
@@ -120,7 +122,9 @@ def blank_program(mesh: Mesh, form: Boxes, shape: tuple[int, ...]) -> Callable[[
     return jax.jit(lambda: jnp.zeros(shape, form.dtype), out_shardings=NamedSharding(mesh, form.spec))
 
 
-def _on_all_devices(body: Any, mesh: Mesh, specs_in: Any, specs_out: Any, donate: tuple[int, ...] = ()) -> Any:
+def _on_all_devices(
+    body: Callable[..., PyTree], mesh: Mesh, specs_in: PyTree, specs_out: PyTree, donate: tuple[int, ...] = ()
+) -> Callable[..., PyTree]:
     mapped = jax.shard_map(body, mesh=mesh, in_specs=specs_in, out_specs=specs_out, check_vma=False)
     places = jax.tree.map(lambda s: NamedSharding(mesh, s), specs_out, is_leaf=lambda x: isinstance(x, Spec))
     return jax.jit(mapped, out_shardings=places, donate_argnums=donate)
@@ -130,7 +134,7 @@ def _every_device(shape: tuple[int, ...], mesh: Mesh) -> Spec:
     return Spec(mesh.axis_names) if shape else Spec()
 
 
-def cut_at(shard: Array, slot: Any, form: Boxes, start: Int[Array, ""] | None) -> Array:
+def cut_at(shard: Array, slot: int | Array, form: Boxes, start: Int[Array, ""] | None) -> Array:
     """Cuts the box of one slot from a shard; `slot` is a Python integer or a traced integer."""
     corner: list[Any] = []
     for n, size in zip(reversed(form.slots), reversed(form.box), strict=True):
@@ -150,7 +154,7 @@ def overwrite(shard: Array, pieces: Sequence[Array], form: Boxes, start: Int[Arr
     return shard
 
 
-def _shifted(corner: tuple[int, ...], form: Boxes, start: Int[Array, ""]) -> list[Any]:
+def _shifted(corner: tuple[int, ...], form: Boxes, start: Int[Array, ""]) -> list[int | Array]:
     return [start + at if d == form.part_axis else at for d, at in enumerate(corner)]
 
 
@@ -185,13 +189,13 @@ class _End:
     A program over that mesh does not wait for other processes.
     """
 
-    def __init__(self, leaves: Sequence[LeafPlan], devices: Sequence[Any]):
+    def __init__(self, leaves: Sequence[LeafPlan], devices: Sequence[Device]):
         self._leaves = leaves
         self._devices = list(devices)
         self._mesh = Mesh(np.array(self._devices, dtype=object), ("local",))
         self._starts: dict[int, Array] = {}
 
-    def _lift(self, shape: tuple[int, ...], dtype: Any, shards: Mapping[int, Array]) -> Array:
+    def _lift(self, shape: tuple[int, ...], dtype: DTypeLike, shards: Mapping[int, Array]) -> Array:
         """Makes one array over the local devices from one shard of `shape` per device."""
         whole, place = lifted(shape, self._mesh)
         pieces = [shards[device.id] for device in self._devices]
@@ -212,7 +216,7 @@ class _End:
 class Cutter(_End):
     """Cuts the shards of this process's source devices into boxes."""
 
-    def __init__(self, leaves: Sequence[LeafPlan], devices: Sequence[Any], *, copies: bool = False):
+    def __init__(self, leaves: Sequence[LeafPlan], devices: Sequence[Device], *, copies: bool = False):
         """Stores the leaves' plans and the devices; programs compile at the first cut.
 
         Args:
@@ -258,7 +262,7 @@ class Cutter(_End):
 class Joiner(_End):
     """Joins boxes into the shards of this process's target devices."""
 
-    def __init__(self, leaves: Sequence[LeafPlan], devices: Sequence[Any], shardings: Sequence[NamedSharding]):
+    def __init__(self, leaves: Sequence[LeafPlan], devices: Sequence[Device], shardings: Sequence[NamedSharding]):
         """Stores the leaves' plans and the devices; programs compile at the first join.
 
         Args:

@@ -22,6 +22,7 @@ from podrl.transfer.boxes import blank_program
 from podrl.transfer.messages import UNION, BucketPrograms, Crossing, Rounds, Tables, arrival, bucket_programs
 from podrl.transfer.move import Move, drive
 from podrl.transfer.plan import PlacedLeaf, TransferPlan, make_plan
+from podrl.types import PyTree
 
 FLAT_BYTES = 1 << 20
 
@@ -85,7 +86,7 @@ class CollectiveTransport:
             Crossing(leaf, plan.leaves[i].source_dtype, sources[i], arrivals[i], targets[i], Rounds.of(leaf))
             for i, leaf in enumerate(self.plan.leaves)
         ]
-        by_key: dict[Any, BucketPrograms] = {}
+        by_key: dict[object, BucketPrograms] = {}
         self.programs: list[BucketPrograms] = []
         for bucket in self.plan.buckets:
             leaves, in_parts = [self._leaves[i] for i in bucket.leaves], bucket.parts > 1
@@ -95,7 +96,7 @@ class CollectiveTransport:
             self.programs.append(by_key[key])
         self._by_bucket = {b.leaves: programs for b, programs in zip(self.plan.buckets, self.programs, strict=True)}
         self._receives = any(d.process_index == jax.process_index() for d in after)
-        self._kept: dict[Any, Any] = {}
+        self._kept: dict[object, Any] = {}
 
     @property
     def crossing_bytes(self) -> int:
@@ -106,7 +107,7 @@ class CollectiveTransport:
             for message in programs.messages
         )
 
-    def arguments(self, number: int) -> dict[str, tuple[Any, ...]]:
+    def arguments(self, number: int) -> dict[str, tuple[PyTree, ...]]:
         """Returns the argument shapes of a bucket's programs 'pack', 'cross' and 'unpack', to compile ahead of time."""
         bucket, programs = self.plan.buckets[number], self.programs[number]
 

@@ -5,13 +5,13 @@ the same memory. One program per bucket then cuts, casts and joins in one pass; 
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as Spec
 from jaxtyping import Array
 
@@ -26,7 +26,7 @@ class InPlaceTransport:
     in_flight = 4
     overwrites = True  # writing over old arrays spares the page faults of fresh memory
 
-    def __init__(self, plan: TransferPlan, sources: Sequence[Any], targets: Sequence[Any]):
+    def __init__(self, plan: TransferPlan, sources: Sequence[Sharding], targets: Sequence[Sharding]):
         """Takes the arguments of `LocalTransport`."""
         self.plan = plan.unsplit()
         self._mesh: Any = named(targets[0]).mesh if targets else None
@@ -34,7 +34,7 @@ class InPlaceTransport:
         self._source_MW = [leaf.source_WM.T.tolist() for leaf in plan.leaves]
         self._words = [cut_as(leaf.source_dtype) for leaf in plan.leaves]
         self._reads: list[_Read] = []
-        self._programs: dict[Any, Any] = {}
+        self._programs: dict[object, Callable[..., list[Array]]] = {}
         for leaf, target in zip(plan.leaves, targets, strict=True):
             corners = tuple(tuple(map(tuple, corner_Wi)) for corner_Wi in leaf.corners().swapaxes(0, 1).tolist())
             dtypes = leaf.source_dtype, leaf.target_dtype
@@ -85,7 +85,7 @@ class _Read(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def _program(mesh: Mesh, reads: tuple[_Read, ...], overwriting: bool) -> Any:
+def _program(mesh: Mesh, reads: tuple[_Read, ...], overwriting: bool) -> Callable[..., list[Array]]:
     """Compiles the program of a bucket: (leaves to overwrite, if any; lent shards by leaf and slot) -> leaves."""
 
     def read(old: Sequence[Array], lent: Sequence[Sequence[Array]]) -> list[Array]:

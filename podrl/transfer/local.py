@@ -9,12 +9,13 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, Sharding
 from jaxtyping import Array
 
 from podrl.transfer.boxes import Cutter, Joiner
 from podrl.transfer.move import Move
 from podrl.transfer.plan import TransferPlan, named
+from podrl.types import Device
 
 
 class LocalTransport:
@@ -27,7 +28,7 @@ class LocalTransport:
     in_flight = 2
     overwrites = False
 
-    def __init__(self, plan: TransferPlan, sources: Sequence[Any], targets: Sequence[Any]):
+    def __init__(self, plan: TransferPlan, sources: Sequence[Sharding], targets: Sequence[Any]):
         """Prepares the boxes of a plan; programs compile at the first move.
 
         Args:
@@ -71,7 +72,7 @@ class RelayoutTransport:
     in_flight = 2
     overwrites = False
 
-    def __init__(self, plan: TransferPlan, sources: Sequence[Any], targets: Sequence[Any]):
+    def __init__(self, plan: TransferPlan, sources: Sequence[Sharding], targets: Sequence[Any]):
         """Takes the arguments of `LocalTransport`."""
         self.plan = plan.unsplit()
         self._targets = targets
@@ -101,6 +102,6 @@ class RelayoutTransport:
         return self._programs[chosen]
 
 
-def _devices(shardings: Sequence[Any]) -> list[Any]:
+def _devices(shardings: Sequence[Sharding]) -> list[Device]:
     """Lists the devices of the one mesh that all the shardings are on, in its order."""
     return list(cast(Mesh, named(shardings[0]).mesh).devices.flat) if shardings else []

@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -25,6 +25,7 @@ from jaxtyping import Array, Int
 
 from podrl.transfer.boxes import Boxes, cut_at, joined, overwrite
 from podrl.transfer.plan import LeafPlan
+from podrl.types import PyTree
 
 UNION = "union"
 # A shard of at most this many bytes is sent to every replica: spreading it by a collective would take longer.
@@ -153,7 +154,7 @@ class Tables:
         empty_W1 = np.zeros((len(tables_Wn[0]), 1), np.int32)
         self.table_WC: Int[np.ndarray, "W C"] = np.stack(columns, axis=1).astype(np.int32) if columns else empty_W1
 
-    def value(self, table: int, column: int, row_C: Int[Array, " C"]) -> Any:
+    def value(self, table: int, column: int, row_C: Int[Array, " C"]) -> int | Array:
         """Returns a device's value in a table's column: a Python number, or one read from its row of `table_WC`."""
         same, value = self._places[table][column]
         return value if same else row_C[value]
@@ -275,7 +276,7 @@ class Crossing:
         return Boxes.of(self.leaf, self.leaf.target_slots, self.arrival.spec)
 
     @property
-    def key(self) -> Any:
+    def key(self) -> tuple[object, ...]:
         """Returns a value that is equal for two leaves if the same programs can move both."""
         tables = self.rounds.links, self.rounds.slot_WR.tobytes(), self.rounds.round_WM.tobytes()
         return self.cut, self.join, self.target, self.leaf.shape, self.dtype, tables
@@ -341,7 +342,7 @@ def _messages(leaves: Sequence[Crossing], flat_bytes: int) -> list[BoxMessage]:
 
 def _pack_program(
     leaves: Sequence[Crossing], messages: Sequence[BoxMessage], tables: Tables, mesh: Mesh, in_parts: bool
-) -> Any:
+) -> Callable[..., PyTree]:
     forms = [leaf.cut for leaf in leaves]
 
     def pack(start: Array, table: Array, shards: Sequence[Array]) -> list[Array]:
@@ -363,10 +364,12 @@ def _pack_program(
 
 def _unpack_program(
     leaves: Sequence[Crossing], messages: Sequence[BoxMessage], tables: Tables, mesh: Mesh, in_parts: bool
-) -> Any:
+) -> Callable[..., PyTree]:
     forms = [leaf.join for leaf in leaves]
 
-    def unpack(start: Array, table: Array, buffers: Sequence[Array], so_far: Sequence[Array]) -> Any:
+    def unpack(
+        start: Array, table: Array, buffers: Sequence[Array], so_far: Sequence[Array]
+    ) -> tuple[list[Array], Array]:
         boxes: list[dict[int, Array]] = [{} for _ in leaves]
         for message, buffer in zip(messages, buffers, strict=True):
             for (place, r, _), box in zip(message.boxes, message.take(buffer), strict=True):

@@ -31,7 +31,7 @@ class Move:
     out: list[Any]
     replacing: Sequence[Array] | None = None
     donate: bool = False
-    kept: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    kept: dict[object, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def sources(self) -> Sequence[Array]:
@@ -83,7 +83,7 @@ def drive(
     *,
     donate: bool = False,
     replacing: Sequence[Array] | None = None,
-) -> list[Any]:
+) -> list[Array]:
     """Moves the leaves of a tree by a transport, and waits for the last.
 
     Args:

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Sharding
 from jaxtyping import Array
 
 from podrl.transfer.move import Move
@@ -53,8 +54,8 @@ class PathwaysTransport:
     def __init__(
         self,
         plan: TransferPlan,
-        sources: Sequence[Any],
-        targets: Sequence[Any],
+        sources: Sequence[Sharding],
+        targets: Sequence[Sharding],
         *,
         reshard: Callable[..., Any] | None = None,
     ):

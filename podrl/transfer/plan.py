@@ -19,8 +19,9 @@ from typing import Any, cast
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as Spec
+from jax.typing import DTypeLike
 from jaxtyping import Int
 
 from podrl.types import PyTree
@@ -49,7 +50,7 @@ class ShardLayout:
     dims: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def of(cls, sharding: Any, rank: int) -> "ShardLayout":
+    def of(cls, sharding: "Sharding | ShardLayout", rank: int) -> "ShardLayout":
         """Derives the layout of an array of `rank` dimensions from a jax sharding; returns a ShardLayout unchanged.
 
         Raises:
@@ -97,8 +98,8 @@ class PlacedLeaf:
     """Shape, dtype and sharding of a leaf that need not exist, so that a plan can be made without devices."""
 
     shape: tuple[int, ...]
-    dtype: Any
-    sharding: Any
+    dtype: np.dtype
+    sharding: "Sharding | ShardLayout"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -283,7 +284,7 @@ class TransferPlan:
         return "\n".join(lines)
 
 
-def default_bucket_bytes(targets: Sequence[Any], sources: Sequence[Any] = ()) -> int:
+def default_bucket_bytes(targets: Sequence[Sharding], sources: Sequence[Sharding] = ()) -> int:
     """Returns the bytes that a device may stage at once, by platform; pass `sources` if all devices are local."""
     if sources and in_one_memory(sources, targets):
         return _IN_PLACE_BUCKET_BYTES
@@ -291,7 +292,7 @@ def default_bucket_bytes(targets: Sequence[Any], sources: Sequence[Any] = ()) ->
     return _BUCKET_BYTES.get(platform, DEFAULT_BUCKET_BYTES)
 
 
-def in_one_memory(sources: Sequence[Any], targets: Sequence[Any]) -> bool:
+def in_one_memory(sources: Sequence[Sharding], targets: Sequence[Sharding]) -> bool:
     """Returns True if all devices of the shardings are CPUs of this process."""
     devices = {device for sharding in (*sources, *targets) for device in sharding.device_set}
     return all(d.platform == "cpu" and d.process_index == jax.process_index() for d in devices)
@@ -309,7 +310,7 @@ def make_plan(
     source: PyTree,
     target: PyTree,
     *,
-    dtype: Any = None,
+    dtype: DTypeLike | None = None,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     paths: Sequence[str] | None = None,
 ) -> TransferPlan:
@@ -356,16 +357,16 @@ def make_plan(
     return plan
 
 
-_cache: OrderedDict[Any, TransferPlan] = OrderedDict()
+_cache: OrderedDict[object, TransferPlan] = OrderedDict()
 
 
-def target_dtype_of(dtype: Any, wanted: Any) -> np.dtype:
+def target_dtype_of(dtype: DTypeLike, wanted: DTypeLike | None) -> np.dtype:
     dtype = np.dtype(dtype)
     return np.dtype(wanted) if wanted is not None and jax.dtypes.issubdtype(dtype, np.floating) else dtype
 
 
 @functools.lru_cache(maxsize=256)
-def _mesh_ids(mesh: Any) -> tuple[int, ...]:
+def _mesh_ids(mesh: Mesh) -> tuple[int, ...]:
     return tuple(device.id for device in mesh.devices.flat)
 
 

@@ -3,9 +3,11 @@
 import functools
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
+from jax import Array
+from jax.sharding import Sharding
+from jax.typing import DTypeLike
 
 from podrl.transfer.collective import CollectiveTransport, ReceiptChannel
 from podrl.transfer.in_place import InPlaceTransport
@@ -19,7 +21,7 @@ from podrl.types import Policy, PyTree
 __all__ = ["Publisher", "WeightMismatchError", "reshard", "transport_for"]
 
 
-def transport_for(plan: TransferPlan, sources: Sequence[Any], targets: Sequence[Any]) -> Transport:
+def transport_for(plan: TransferPlan, sources: Sequence[Sharding], targets: Sequence[Sharding]) -> Transport:
     """Chooses the transport between two meshes all of whose devices this process can address.
 
     Args:
@@ -41,7 +43,7 @@ def reshard(
     tree: PyTree,
     shardings: PyTree,
     *,
-    dtype: Any = None,
+    dtype: DTypeLike | None = None,
     donate: bool = False,
     on_ready: Callable[[float], None] | None = None,
 ) -> PyTree:
@@ -65,8 +67,8 @@ def reshard(
     flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
     paths, leaves = [jax.tree_util.keystr(path) for path, _ in flat], [leaf for _, leaf in flat]
     targets = treedef.flatten_up_to(shardings)
-    out: list[Any] = [None] * len(leaves)
-    groups: dict[Any, list[int]] = {}  # by (source mesh, target mesh): positions of the leaves
+    out: list[Array | None] = [None] * len(leaves)
+    groups: dict[object, list[int]] = {}  # by (source mesh, target mesh): positions of the leaves
     for i, (leaf, target) in enumerate(zip(leaves, targets, strict=True)):
         groups.setdefault((named(leaf.sharding).mesh, named(target).mesh), []).append(i)
     for group in groups.values():
@@ -98,7 +100,7 @@ class Publisher:
         source: PyTree,
         target_shardings: PyTree,
         *,
-        target_dtype: Any = None,
+        target_dtype: DTypeLike | None = None,
         bucket_bytes: int | None = None,
         transport: str = "auto",
     ):

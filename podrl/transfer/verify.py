@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as Spec
+from jax.typing import ArrayLike
 from jaxtyping import Array, UInt32
 
 from podrl.storage import bits
@@ -95,14 +96,14 @@ class ExpectedLeaves:
     def tree(self, leaves: Sequence[Array]) -> PyTree:
         return jax.tree.unflatten(self._treedef, leaves)
 
-    def sums(self, leaves: Sequence[Array]) -> Any:
+    def sums(self, leaves: Sequence[Array]) -> Array:
         """Computes the checksums of all leaves on every device, as `Sums` replicated over the mesh.
 
         All processes of the mesh must call it.
         """
         return self._program(leaves)
 
-    def fold(self, sums_Wl: Any) -> tuple[list[int], list[int]]:
+    def fold(self, sums_Wl: Array) -> tuple[list[int], list[int]]:
         """Reads the result of `sums`; returns (checksum of every leaf, positions of leaves whose replicas differ)."""
         return fold(read(sums_Wl), self._layouts)
 
@@ -161,7 +162,7 @@ class Ledger:
             )
 
 
-def read(values: Any) -> np.ndarray:
+def read(values: ArrayLike) -> np.ndarray:
     """Reads checksums or a version to the host; a publish reads no other values there."""
     with jax.transfer_guard_device_to_host("allow"):
         return np.asarray(values)

@@ -20,6 +20,7 @@ from podrl.environments.wire.requests import (
     usage,
     visible_text,
 )
+from podrl.mappings import JsonObject, ToolSchema
 
 OBJECT = "chat.completion"
 _ROLE_ALIASES = {"developer": "system"}
@@ -28,7 +29,7 @@ _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 
 
-def read(body: Any, models: Sequence[str], parser: str) -> ParsedRequest:
+def read(body: object, models: Sequence[str], parser: str) -> ParsedRequest:
     """Parses the body of a request.
 
     Args:
@@ -72,13 +73,13 @@ def read(body: Any, models: Sequence[str], parser: str) -> ParsedRequest:
     return ParsedRequest(model_request, model, stop, logprobs=logprobs, **output)
 
 
-def names(tools: Sequence[Mapping[str, Any]]) -> list[str]:
+def names(tools: Sequence[ToolSchema]) -> list[str]:
     """Returns the names of tools."""
     return [tool["function"]["name"] for tool in tools]
 
 
 def assistant_message(
-    choice: Choice, *, stop: Sequence[str], tools: Sequence[Mapping[str, Any]], parser: str, id: str
+    choice: Choice, *, stop: Sequence[str], tools: Sequence[ToolSchema], parser: str, id: str
 ) -> dict[str, Any]:
     """Writes an answer as the assistant's message.
 
@@ -107,7 +108,7 @@ def assistant_message(
     return {"role": "assistant", "content": visible_text(choice, stop), "refusal": None}
 
 
-def _arguments(calls: Sequence[Call], functions: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _arguments(calls: Sequence[Call], functions: Mapping[str, JsonObject]) -> list[JsonObject]:
     """Returns the arguments of each call; empty if there is no call, or if one of the calls cannot be made."""
     values = []
     for call in calls:
@@ -126,7 +127,7 @@ def call_ids(answer: Answer, index: int) -> str:
     return f"{answer.id}_{index}"
 
 
-def write(request: ParsedRequest, answer: Answer, parser: str) -> dict[str, Any]:
+def write(request: ParsedRequest, answer: Answer, parser: str) -> JsonObject:
     """Writes the body of the response."""
     choices = []
     for index, choice in enumerate(answer.choices):
@@ -156,16 +157,16 @@ class AnswerStream:
         self._unsent = UnsentText(request)
         self._started: set[int] = set()
 
-    def part(self, index: int, choice: Choice) -> Iterator[dict[str, Any]]:
+    def part(self, index: int, choice: Choice) -> Iterator[JsonObject]:
         """Yields the chunks of a part of choice `index`."""
         shown = self._unsent.part(index, choice)
         yield self._chunk(index, {"content": shown.text}, shown)
 
-    def end(self, answer: Answer) -> Iterator[dict[str, Any]]:
+    def end(self, answer: Answer) -> Iterator[JsonObject]:
         """Yields the last chunks, with everything that `part` has not written."""
         for index, unsent in self._unsent.rest(answer):
             message = choice_message(self._request, answer, index, self._parser)
-            delta: dict[str, Any] = {"content": unsent.text}
+            delta: dict[str, object] = {"content": unsent.text}
             reason = finish_reason(unsent)
             if "tool_calls" in message:
                 calls = [{"index": k, **call} for k, call in enumerate(message["tool_calls"])]
@@ -174,11 +175,11 @@ class AnswerStream:
             yield self._chunk(index, {}, Choice("", (), ()), reason)
         yield from ending(self._request, self._head, answer)
 
-    def _chunk(self, index: int, delta: dict[str, Any], choice: Choice, reason: str | None = None) -> dict[str, Any]:
+    def _chunk(self, index: int, delta: JsonObject, choice: Choice, reason: str | None = None) -> JsonObject:
         if index not in self._started:
             self._started.add(index)
             delta = {"role": "assistant", **delta}
-        body: dict[str, Any] = {"index": index, "delta": delta, "finish_reason": reason, "logprobs": None}
+        body: dict[str, object] = {"index": index, "delta": delta, "finish_reason": reason, "logprobs": None}
         if choice.tokens:
             body["logprobs"] = token_logprobs(self._request, choice)
             if self._request.return_ids:
@@ -186,14 +187,14 @@ class AnswerStream:
         return {**self._head, "choices": [body]}
 
 
-def ending(request: ParsedRequest, head: Mapping[str, Any], answer: Answer) -> Iterator[dict[str, Any]]:
+def ending(request: ParsedRequest, head: JsonObject, answer: Answer) -> Iterator[JsonObject]:
     """Yields the last chunk of a stream, if the client wants the prompt's ids or the token counts."""
     more = {"prompt_token_ids": list(answer.prompt_ids)} if request.return_ids else {}
     if more or request.usage:
         yield {**head, "choices": [], **more, **({"usage": usage(answer)} if request.usage else {})}
 
 
-def choice_message(request: ParsedRequest, answer: Answer, index: int, parser: str) -> dict[str, Any]:
+def choice_message(request: ParsedRequest, answer: Answer, index: int, parser: str) -> JsonObject:
     """Writes choice `index` of an answer as the assistant's message, see `assistant_message`."""
     choice, tools = answer.choices[index], request.model_request.tools
     return assistant_message(choice, stop=request.stop, tools=tools, parser=parser, id=call_ids(answer, index))
@@ -211,14 +212,14 @@ def _choice(fields: Fields) -> str:
     return value or "auto"
 
 
-def _message(value: Any, path: str) -> dict[str, Any]:
+def _message(value: object, path: str) -> JsonObject:
     """Parses a message; the result has its content as text, and a role of chat templates."""
     fields = Fields(value, path)
     role = fields.text("role") or ""
     role = _ROLE_ALIASES.get(role, role)
     if role not in _SERVED_ROLES:
         raise fields.refusal("role", role, f"must be developer, {', '.join(_SERVED_ROLES)}")
-    message: dict[str, Any] = {"role": role, "content": _content(fields.take("content"), path)}
+    message: dict[str, object] = {"role": role, "content": _content(fields.take("content"), path)}
     if (name := fields.text("name")) is not None:
         message["name"] = name
     if role == "assistant":
@@ -240,7 +241,7 @@ def _message(value: Any, path: str) -> dict[str, Any]:
     return message
 
 
-def _content(value: Any, path: str) -> str | None:
+def _content(value: object, path: str) -> str | None:
     """Joins the text parts of the content of a message."""
     if value is None or isinstance(value, str):
         return value
@@ -261,7 +262,7 @@ def _content(value: Any, path: str) -> str | None:
     return "".join(texts)
 
 
-def _call(value: Any, path: str) -> dict[str, Any]:
+def _call(value: object, path: str) -> JsonObject:
     """Parses a tool call of an earlier turn; the result has its arguments as JSON text."""
     fields = Fields(value, path)
     kind, id_ = fields.text("type"), fields.text("id")
@@ -277,7 +278,7 @@ def _call(value: Any, path: str) -> dict[str, Any]:
     return {"id": id_ or "", "type": "function", "function": {"name": name, "arguments": arguments or "{}"}}
 
 
-def _tool(value: Any, path: str) -> dict[str, Any]:
+def _tool(value: object, path: str) -> JsonObject:
     """Parses a tool; the result has the form that chat templates take."""
     fields = Fields(value, path)
     kind = fields.text("type")
@@ -303,7 +304,7 @@ def _tool(value: Any, path: str) -> dict[str, Any]:
     return {"type": "function", "function": declaration | strict}
 
 
-def _fits(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> bool:
+def _fits(arguments: JsonObject, schema: JsonObject) -> bool:
     """Returns True if arguments fit a strict schema: all required arguments, no unknown ones, each of the right
     type."""
     properties = schema.get("properties", {})
@@ -317,7 +318,7 @@ def _fits(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> bool:
     return True
 
 
-def _is(kind: Any, value: Any) -> bool:
+def _is(kind: Any, value: object) -> bool:
     """Returns True if a value has a type of JSON schema."""
     if isinstance(value, bool) or kind == "boolean":
         return isinstance(value, bool) and kind == "boolean"

@@ -15,12 +15,13 @@ from podrl.environments.wire.requests import (
     usage,
     visible_text,
 )
+from podrl.mappings import JsonObject
 
 OBJECT = "text_completion"
 _DEFAULT_MAX_TOKENS = 16  # tokens; OpenAI's default of max_tokens
 
 
-def read(body: Any, models: Sequence[str], parser: str) -> ParsedRequest:
+def read(body: object, models: Sequence[str], parser: str) -> ParsedRequest:
     """Parses the body of a request; see wire.chat.read for arguments and errors; `parser` is ignored."""
     del parser
     fields = Fields(body)
@@ -47,7 +48,7 @@ def read(body: Any, models: Sequence[str], parser: str) -> ParsedRequest:
     return ParsedRequest(model_request, model, stop, logprobs=logprobs, **output)
 
 
-def write(request: ParsedRequest, answer: Answer, parser: str) -> dict[str, Any]:
+def write(request: ParsedRequest, answer: Answer, parser: str) -> JsonObject:
     """Writes the body of the response."""
     del parser
     choices = []
@@ -65,12 +66,12 @@ class AnswerStream:
         del parser
         self._request, self._head, self._unsent = request, _head(request, id, created), UnsentText(request)
 
-    def part(self, index: int, choice: Choice) -> Iterator[dict[str, Any]]:
+    def part(self, index: int, choice: Choice) -> Iterator[JsonObject]:
         """Yields the chunks of a part of choice `index`."""
         shown = self._unsent.part(index, choice)
         yield {**self._head, "choices": [_choice(self._request, index, shown, shown.text)]}
 
-    def end(self, answer: Answer) -> Iterator[dict[str, Any]]:
+    def end(self, answer: Answer) -> Iterator[JsonObject]:
         """Yields the last chunks, with everything that `part` has not written."""
         for index, unsent in self._unsent.rest(answer):
             yield {**self._head, "choices": [_choice(self._request, index, unsent, unsent.text)]}

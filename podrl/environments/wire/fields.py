@@ -10,7 +10,7 @@ _MAX_SAMPLES, _MAX_STOPS, _SEEDS = 128, 16, 2**63
 # Labels of the client, which change nothing about the answer.
 LABELS = ("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "request_id")
 # Fields that are not served, with the values that change nothing; every other value is refused.
-NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
     "repetition_penalty": (1,),
@@ -45,7 +45,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 class Fields:
     """Reads the fields of one JSON object; a field that is null counts as absent."""
 
-    def __init__(self, body: Any, within: str = "") -> None:
+    def __init__(self, body: object, within: str = "") -> None:
         """Keeps the object.
 
         Args:
@@ -168,7 +168,7 @@ class Fields:
         names = {"return_ids": "return_token_ids", "ids_as_tokens": "return_tokens_as_token_ids"}
         return {argument: self.flag(name) for argument, name in names.items()}
 
-    def neutral(self, name: str, *values: Any) -> None:
+    def neutral(self, name: str, *values: object) -> None:
         """Reads a field that is not served, and refuses every value except `values`, which change nothing."""
         value = self._unread.pop(name, None)
         if value is not None and not any(
@@ -187,13 +187,13 @@ class Fields:
             elif name not in LABELS:
                 raise self.refusal(name, value, "is not a field of this endpoint: leave it out")
 
-    def refusal(self, name: str, value: Any, why: str) -> RefusedRequest:
+    def refusal(self, name: str, value: object, why: str) -> RefusedRequest:
         """Makes the refusal of a field's value; `why` follows 'name=value ' in the message."""
         name, shown = self._within + name, repr(value)
         shown = shown if len(shown) <= 80 else f"{shown[:80]}..."
         return RefusedRequest(400, "unsupported_parameter", f"{name}={shown} {why}.", name)
 
 
-def are_ids(value: Sequence[Any]) -> bool:
+def are_ids(value: Sequence[object]) -> bool:
     """Returns True if all values are whole numbers from 0 to 2**31 - 1."""
     return all(type(token) is int and 0 <= token < 2**31 for token in value)

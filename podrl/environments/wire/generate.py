@@ -1,7 +1,6 @@
 """The dialect of /inference/v1/generate: token ids in and token ids out, as vLLM and verifiers speak it."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from podrl.environments.wire.fields import Fields
 from podrl.environments.wire.requests import (
@@ -14,9 +13,10 @@ from podrl.environments.wire.requests import (
     token_logprobs,
     usage,
 )
+from podrl.mappings import JsonObject
 
 
-def read(body: Any, models: Sequence[str], parser: str) -> ParsedRequest:
+def read(body: object, models: Sequence[str], parser: str) -> ParsedRequest:
     """Parses the body of a request; see wire.chat.read for arguments and errors; `parser` is ignored."""
     del parser
     fields = Fields(body)
@@ -39,7 +39,7 @@ def read(body: Any, models: Sequence[str], parser: str) -> ParsedRequest:
     return ParsedRequest(model_request, model, stop, logprobs=logprobs, return_ids=True, ids_as_tokens=True, **output)
 
 
-def write(request: ParsedRequest, answer: Answer, parser: str) -> dict[str, Any]:
+def write(request: ParsedRequest, answer: Answer, parser: str) -> JsonObject:
     """Writes the body of the response."""
     del parser
     choices = [_choice(request, index, choice) for index, choice in enumerate(answer.choices)]
@@ -53,12 +53,12 @@ class AnswerStream:
         del created, parser
         self._request, self._id, self._unsent = request, id, UnsentText(request)
 
-    def part(self, index: int, choice: Choice) -> Iterator[dict[str, Any]]:
+    def part(self, index: int, choice: Choice) -> Iterator[JsonObject]:
         """Yields the chunks of a part of choice `index`."""
         shown = self._unsent.part(index, choice)
         yield {"request_id": self._id, "choices": [_choice(self._request, index, shown)]}
 
-    def end(self, answer: Answer) -> Iterator[dict[str, Any]]:
+    def end(self, answer: Answer) -> Iterator[JsonObject]:
         """Yields the last chunks, with everything that `part` has not written."""
         for index, unsent in self._unsent.rest(answer):
             yield {"request_id": self._id, "choices": [_choice(self._request, index, unsent)]}
@@ -66,7 +66,7 @@ class AnswerStream:
             yield {"request_id": self._id, "choices": [], "usage": usage(answer)}
 
 
-def _choice(request: ParsedRequest, index: int, choice: Choice) -> dict[str, Any]:
+def _choice(request: ParsedRequest, index: int, choice: Choice) -> JsonObject:
     return {
         "index": index,
         "token_ids": list(choice.tokens),

@@ -7,9 +7,10 @@ from typing import Any
 from podrl.environments.wire import chat
 from podrl.environments.wire.fields import Fields
 from podrl.environments.wire.requests import Answer, Choice, ParsedRequest, RefusedRequest, UnsentText, usage
+from podrl.mappings import ChatMessage, JsonObject
 
 # Fields that are not served, with the values that change nothing.
-_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+_NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "thinking": ({"type": "disabled"},),
     "mcp_servers": ([],),
     "container": (),
@@ -20,7 +21,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 _SAME = ("model", "temperature", "top_p", "top_k", "stream", "return_token_ids")
 
 
-def read(body: Any, models: Sequence[str], parser: str) -> ParsedRequest:
+def read(body: object, models: Sequence[str], parser: str) -> ParsedRequest:
     """Parses the body of a request; see wire.chat.read for arguments and errors."""
     fields = Fields(body)
     translated = {name: fields.take(name) for name in _SAME}
@@ -38,7 +39,7 @@ def read(body: Any, models: Sequence[str], parser: str) -> ParsedRequest:
     sent = fields.array("messages") or []
     tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(fields.array("tools") or [])]
     fields.end()
-    messages = [{"role": "system", "content": system}] if system else []
+    messages: list[ChatMessage] = [{"role": "system", "content": system}] if system else []
     for i, message in enumerate(sent):
         _add(messages, message, f"messages[{i}]")
     if messages and messages[-1]["role"] == "assistant":
@@ -47,11 +48,11 @@ def read(body: Any, models: Sequence[str], parser: str) -> ParsedRequest:
     return chat.read(translated | {"messages": messages, "tools": tools}, models, parser)
 
 
-def write(request: ParsedRequest, answer: Answer, parser: str) -> dict[str, Any]:
+def write(request: ParsedRequest, answer: Answer, parser: str) -> JsonObject:
     """Writes the body of the response."""
     choice = answer.choices[0]
     message = chat.choice_message(request, answer, 0, parser)
-    content: list[dict[str, Any]] = [{"type": "text", "text": message["content"]}] if message["content"] else []
+    content: list[JsonObject] = [{"type": "text", "text": message["content"]}] if message["content"] else []
     for call in message.get("tool_calls", ()):
         use = {"name": call["function"]["name"], "input": json.loads(call["function"]["arguments"])}
         content.append({"type": "tool_use", "id": call["id"], **use})
@@ -73,11 +74,11 @@ class AnswerStream:
         self._request, self._parser, self._id = request, parser, id
         self._unsent, self._started, self._opened = UnsentText(request), False, False
 
-    def part(self, index: int, choice: Choice) -> Iterator[dict[str, Any]]:
+    def part(self, index: int, choice: Choice) -> Iterator[JsonObject]:
         """Yields the events of a part of the answer."""
         yield from self._text(self._unsent.part(index, choice).text)
 
-    def end(self, answer: Answer) -> Iterator[dict[str, Any]]:
+    def end(self, answer: Answer) -> Iterator[JsonObject]:
         """Yields the last events, with everything that `part` has not written."""
         body = write(self._request, answer, self._parser)
         (_, unsent), *_ = self._unsent.rest(answer)
@@ -96,14 +97,14 @@ class AnswerStream:
         yield {"type": "message_delta", "delta": stop, "usage": body["usage"]}
         yield {"type": "message_stop"}
 
-    def _start(self) -> Iterator[dict[str, Any]]:
+    def _start(self) -> Iterator[JsonObject]:
         if not self._started:
             self._started = True
             # The tokens of the prompt are counted by the last event: a part does not hold them.
             empty = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": _usage(0, 0)}
             yield {"type": "message_start", "message": _head(self._request, self._id) | empty}
 
-    def _text(self, text: str) -> Iterator[dict[str, Any]]:
+    def _text(self, text: str) -> Iterator[JsonObject]:
         yield from self._start()
         if not text:
             return
@@ -122,7 +123,7 @@ def _usage(prompt: int, sampled: int) -> dict[str, int]:
     return {"input_tokens": prompt, **cached, "output_tokens": sampled}
 
 
-def _add(messages: list[dict[str, Any]], value: Any, path: str) -> None:
+def _add(messages: list[ChatMessage], value: object, path: str) -> None:
     """Translates a message: each of its tool results becomes a message of its own."""
     fields = Fields(value, path)
     role, content = fields.take("role"), fields.take("content")
@@ -133,7 +134,7 @@ def _add(messages: list[dict[str, Any]], value: Any, path: str) -> None:
         messages.append({"role": role, "content": content})
         return
     texts: list[str] = []
-    calls: list[dict[str, Any]] = []
+    calls: list[JsonObject] = []
     begin = len(messages)
     for i, block in enumerate(content):
         block_fields = Fields(block, f"{path}.content[{i}]")
@@ -157,11 +158,11 @@ def _add(messages: list[dict[str, Any]], value: Any, path: str) -> None:
             )
         block_fields.end()
     if texts or calls or begin == len(messages):
-        message: dict[str, Any] = {"role": role, "content": "".join(texts) or (None if calls else "")}
+        message: dict[str, object] = {"role": role, "content": "".join(texts) or (None if calls else "")}
         messages.append(message | ({"tool_calls": calls} if calls else {}))
 
 
-def _text(value: Any, path: str) -> str:
+def _text(value: object, path: str) -> str:
     """Joins the texts of a system prompt or of a tool's result."""
     if value is None or isinstance(value, str):
         return value or ""
@@ -179,7 +180,7 @@ def _text(value: Any, path: str) -> str:
     return "".join(texts)
 
 
-def _tool(value: Any, path: str) -> dict[str, Any]:
+def _tool(value: object, path: str) -> JsonObject:
     """Translates a tool."""
     fields = Fields(value, path)
     if (kind := fields.text("type")) not in (None, "custom"):

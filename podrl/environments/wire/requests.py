@@ -2,8 +2,10 @@
 
 import array
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
+
+from podrl.mappings import ChatMessage, JsonObject, ToolSchema
 
 ASIDE = ":aside"  # suffix of a model's name: the answer is the same, but is never trained
 
@@ -22,11 +24,11 @@ class RefusedRequest(Exception):  # noqa: N818 - an answer to the client, not an
         super().__init__(message)
         self.status, self.code, self.message, self.param = status, code, message, param
 
-    def fields(self) -> dict[str, Any]:
+    def fields(self) -> JsonObject:
         """Returns the constructor's arguments, for a frame."""
         return {"status": self.status, "code": self.code, "message": self.message, "param": self.param}
 
-    def error(self) -> dict[str, Any]:
+    def error(self) -> dict[str, object]:
         """Returns the JSON of the response's body."""
         kinds = {401: "authentication_error", 404: "not_found_error", 409: "conflict_error"}
         kind = kinds.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
@@ -53,10 +55,10 @@ class ModelRequest:
       parts: True if the answer must be sent in parts while it is sampled.
     """
 
-    messages: Sequence[Mapping[str, Any]] | None = None
+    messages: Sequence[ChatMessage] | None = None
     text: str | None = None
     ids: Sequence[int] | None = None
-    tools: Sequence[Mapping[str, Any]] = ()
+    tools: Sequence[ToolSchema] = ()
     samples: int = 1
     stop: Sequence[str] = ()
     stop_ids: Sequence[int] = ()
@@ -107,7 +109,7 @@ class Answer:
     prompt_ids: Sequence[int]
     choices: Sequence[Choice]
 
-    def to_frame(self) -> tuple[dict[str, Any], bytes]:
+    def to_frame(self) -> tuple[JsonObject, bytes]:
         """Returns (fields for the header of a frame, token ids and log-probabilities as bytes for its body).
 
         The header has the number of ids and log-probabilities in their places. As JSON, the ids of a long prompt took a
@@ -122,7 +124,7 @@ class Answer:
         return fields, b"".join(map(array.array.tobytes, numbers))
 
     @classmethod
-    def from_frame(cls, fields: Mapping[str, Any], numbers: bytes) -> "Answer":
+    def from_frame(cls, fields: JsonObject, numbers: bytes) -> "Answer":
         """Makes an answer from the result of `to_frame`."""
         view, offset = memoryview(numbers), 0
 
@@ -182,7 +184,7 @@ class ParsedRequest:
     ids_as_tokens: bool = False
 
     @classmethod
-    def from_fields(cls, fields: Mapping[str, Any]) -> "ParsedRequest":
+    def from_fields(cls, fields: JsonObject) -> "ParsedRequest":
         """Makes a request from the output of `dataclasses.asdict` that was written as JSON and read back."""
         model_request = ModelRequest(**fields["model_request"])
         return cls(**{**fields, "model_request": model_request, "stop": tuple(fields["stop"])})
@@ -208,7 +210,7 @@ def finish_reason(choice: Choice) -> str | None:
     return None if not choice.stop else "length" if choice.stop == "length" else "stop"
 
 
-def token_logprobs(request: ParsedRequest, choice: Choice) -> dict[str, Any] | None:
+def token_logprobs(request: ParsedRequest, choice: Choice) -> JsonObject | None:
     """Writes log-probabilities in the form of chat completions; None if the client wants none."""
     if not request.logprobs:
         return None

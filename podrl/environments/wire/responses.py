@@ -15,11 +15,12 @@ from podrl.environments.wire.requests import (
     token_logprobs,
     usage,
 )
+from podrl.mappings import JsonObject
 
 OBJECT = "response"
 _LOGPROBS, _ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
 # Fields that are not served, with the values that change nothing.
-_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+_NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "previous_response_id": (),
     "conversation": (),
     "prompt": (),
@@ -33,7 +34,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 _SAME = ("model", "tool_choice", "parallel_tool_calls", "temperature", "top_p", "stream", "return_token_ids")
 
 
-def read(body: Any, models: Sequence[str], parser: str) -> ParsedRequest:
+def read(body: object, models: Sequence[str], parser: str) -> ParsedRequest:
     """Parses the body of a request; see wire.chat.read for arguments and errors."""
     fields = Fields(body)
     translated = {name: fields.take(name) for name in _SAME}
@@ -59,7 +60,7 @@ def read(body: Any, models: Sequence[str], parser: str) -> ParsedRequest:
     )
 
 
-def write(request: ParsedRequest, answer: Answer, parser: str) -> dict[str, Any]:
+def write(request: ParsedRequest, answer: Answer, parser: str) -> JsonObject:
     """Writes the body of the response."""
     reason = finish_reason(answer.choices[0])
     counts = usage(answer)
@@ -87,13 +88,13 @@ class AnswerStream:
         self._unsent, self._number, self._opened = UnsentText(request), 0, False
         self._head = _head(request, id, created, "in_progress")
 
-    def part(self, index: int, choice: Choice) -> Iterator[dict[str, Any]]:
+    def part(self, index: int, choice: Choice) -> Iterator[JsonObject]:
         """Yields the events of a part of the answer."""
         shown = self._unsent.part(index, choice)
         yield from self._open()
         yield self._delta(shown)
 
-    def end(self, answer: Answer) -> Iterator[dict[str, Any]]:
+    def end(self, answer: Answer) -> Iterator[JsonObject]:
         """Yields the last events, with everything that `part` has not written."""
         body = write(self._request, answer, self._parser)
         (_, unsent), *_ = self._unsent.rest(answer)
@@ -121,11 +122,11 @@ class AnswerStream:
             yield self._event("response.output_item.done", {"output_index": at, "item": item})
         yield self._event(f"response.{body['status']}", {"response": body})
 
-    def _start(self) -> Iterator[dict[str, Any]]:
+    def _start(self) -> Iterator[JsonObject]:
         for kind in ("created", "in_progress"):
             yield self._event(f"response.{kind}", {"response": self._head})
 
-    def _open(self) -> Iterator[dict[str, Any]]:
+    def _open(self) -> Iterator[JsonObject]:
         """Yields the events before the first text."""
         if self._opened:
             return
@@ -137,12 +138,12 @@ class AnswerStream:
         place = {"item_id": item["id"], "output_index": 0, "content_index": 0}
         yield self._event("response.content_part.added", {**place, "part": _text("", [])})
 
-    def _delta(self, choice: Choice) -> dict[str, Any]:
+    def _delta(self, choice: Choice) -> JsonObject:
         place = {"item_id": _message(self._id, [])["id"], "output_index": 0, "content_index": 0}
         shown = {"delta": choice.text, "logprobs": _logprobs(self._request, choice)}
         return self._event("response.output_text.delta", place | shown)
 
-    def _event(self, kind: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    def _event(self, kind: str, fields: JsonObject) -> JsonObject:
         self._number += 1
         return {"type": kind, "sequence_number": self._number - 1, **fields}
 
@@ -177,7 +178,7 @@ def _head(request: ParsedRequest, id: str, created: int, status: str) -> dict[st
     }
 
 
-def _items(request: ParsedRequest, answer: Answer, parser: str) -> list[dict[str, Any]]:
+def _items(request: ParsedRequest, answer: Answer, parser: str) -> list[JsonObject]:
     message = chat.choice_message(request, answer, 0, parser)
     calls = message.get("tool_calls", ())
     items = []
@@ -189,19 +190,19 @@ def _items(request: ParsedRequest, answer: Answer, parser: str) -> list[dict[str
     return items
 
 
-def _message(id: str, content: list[dict[str, Any]]) -> dict[str, Any]:
+def _message(id: str, content: list[JsonObject]) -> JsonObject:
     return {"type": "message", "id": f"msg_{id}", "status": "completed", "role": "assistant", "content": content}
 
 
-def _text(text: str, logprobs: list[Any]) -> dict[str, Any]:
+def _text(text: str, logprobs: list[JsonObject]) -> JsonObject:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
-def _logprobs(request: ParsedRequest, choice: Choice) -> list[Any]:
+def _logprobs(request: ParsedRequest, choice: Choice) -> list[JsonObject]:
     return (token_logprobs(request, choice) or {"content": []})["content"]
 
 
-def _add(messages: list[dict[str, Any]], item: Any, path: str) -> None:
+def _add(messages: list[dict[str, Any]], item: object, path: str) -> None:
     """Translates an item to a message of chat completions, or adds it to the assistant's message before it."""
     fields = Fields(item, path)
     kind = fields.text("type") or "message"
@@ -225,7 +226,7 @@ def _add(messages: list[dict[str, Any]], item: Any, path: str) -> None:
     fields.end()
 
 
-def _content(value: Any, path: str) -> Any:
+def _content(value: object, path: str) -> Any:
     """Translates the parts of a content."""
     if not isinstance(value, list):
         return value
@@ -242,7 +243,7 @@ def _content(value: Any, path: str) -> Any:
     return parts
 
 
-def _tool(value: Any, path: str) -> dict[str, Any]:
+def _tool(value: object, path: str) -> JsonObject:
     """Translates a tool."""
     fields = Fields(value, path)
     if (kind := fields.text("type")) != "function":

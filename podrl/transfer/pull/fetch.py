@@ -3,7 +3,7 @@
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import cast
 
 import jax
 import numpy as np
@@ -14,9 +14,9 @@ from podrl.runtime.message import Message
 from podrl.runtime.request import LateError
 from podrl.transfer.boxes import Joiner, Slots
 from podrl.transfer.move import Move, drive
-from podrl.transfer.pull.handshake import Reads, Reply, SendRequest, Side, Words, pull_plan
+from podrl.transfer.pull.handshake import JsonObject, Reads, Reply, SendRequest, Side, pull_plan
 from podrl.transfer.verify import ExpectedLeaves, Ledger, WeightMismatchError
-from podrl.types import Policy, PyTree
+from podrl.types import Device, Policy, PyTree
 
 _POLL_S = 0.02
 
@@ -136,10 +136,10 @@ class PullReceiver:
         """
         self._ledger.verify(policy)
 
-    def _call(self, process: int, op: str, /, **fields: Any) -> Words:
+    def _call(self, process: int, op: str, /, **fields: object) -> JsonObject:
         return self._start(process, op, **fields).result().value
 
-    def _start(self, process: int, op: str, /, **fields: Any) -> "_PendingRequest":
+    def _start(self, process: int, op: str, /, **fields: object) -> "_PendingRequest":
         request = {"op": op, "tree": self._name, **fields}
         return _PendingRequest(self._send, process, request, self._deadline, self._timeout)
 
@@ -164,7 +164,7 @@ class PullReceiver:
 class _PendingRequest:
     """A request to a trainer process that is repeated while the trainer answers that it has nothing yet."""
 
-    def __init__(self, send: SendRequest, process: int, request: Words, deadline: float, timeout: float):
+    def __init__(self, send: SendRequest, process: int, request: JsonObject, deadline: float, timeout: float):
         self._send, self.process, self._request = send, process, request
         self._deadline, self._timeout = deadline, timeout
         self._reply: Reply = send(process, request)
@@ -295,10 +295,10 @@ class _PullPlan:
 
     def __init__(
         self,
-        replies: Mapping[int, Words],
+        replies: Mapping[int, JsonObject],
         source: Side,
         target: Side,
-        devices: Sequence[Any],
+        devices: Sequence[Device],
         shardings: Sequence[NamedSharding],
     ):
         first = replies[min(replies)]
@@ -310,7 +310,7 @@ class _PullPlan:
         positions = target.positions(jax.process_index())
         self._reads = [Reads.of(leaf, positions) for leaf in self.plan.leaves]
         self.mine = {p: [reads.of_process(source.owners, p) for reads in self._reads] for p in self.trainers}
-        self.arrival: list[list[Any]] = []
+        self.arrival: list[list[Device]] = []
         for reads in self._reads:
             first_K = np.unique(reads.box_WM, return_index=True)[1]
             self.arrival.append([devices[at // reads.box_WM.shape[1]] for at in first_K.tolist()])
@@ -339,7 +339,7 @@ class _PullPlan:
             slots[i][m][self._devices[w].id] = piece
         return slots
 
-    def _arrival_of(self, i: int, w: int, m: int) -> Any:
+    def _arrival_of(self, i: int, w: int, m: int) -> Device:
         return self.arrival[i][int(self._reads[i].box_WM[w, m])]
 
 

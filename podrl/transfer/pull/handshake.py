@@ -5,7 +5,7 @@ owns each position. From the two descriptions both sides make the same plan.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol, cast
 
 import jax
@@ -13,11 +13,10 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Int
 
+from podrl.mappings import JsonObject
 from podrl.runtime.message import Message
 from podrl.transfer.plan import LeafPlan, PlacedLeaf, ShardLayout, TransferPlan, make_plan, row_major
 from podrl.types import PyTree
-
-Words = Mapping[str, Any]  # content of a request or a reply, as JSON
 
 
 class Reply(Protocol):
@@ -43,7 +42,7 @@ class SendRequest(Protocol):
     The channel encrypts the messages and authenticates both ends.
     """
 
-    def __call__(self, process: int, request: Words) -> Reply: ...
+    def __call__(self, process: int, request: JsonObject) -> Reply: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,11 +87,11 @@ class Side:
             owners=tuple(device.process_index for device in mesh.devices.flat),
         )
 
-    def message(self) -> Words:
+    def message(self) -> JsonObject:
         return dataclasses.asdict(self)
 
     @classmethod
-    def read(cls, message: Words) -> "Side":
+    def read(cls, message: JsonObject) -> "Side":
         """Builds a Side from the result of `message`; lists become tuples again."""
         return cls(**{field.name: _tuples(message[field.name]) for field in dataclasses.fields(cls)})
 

@@ -16,13 +16,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from podrl import offload
 from podrl.runtime.message import Message
 from podrl.transfer.boxes import Cutter
 from podrl.transfer.plan import default_bucket_bytes, target_dtype_of
-from podrl.transfer.pull.handshake import Reads, Side, Words, pull_plan
+from podrl.transfer.pull.handshake import JsonObject, Reads, Side, pull_plan
 from podrl.transfer.verify import ExpectedLeaves
 from podrl.types import PyTree
 
@@ -57,7 +58,7 @@ class PullServer:
         reply = self._answer(request.value)
         return reply if isinstance(reply, Message) else Message(reply)
 
-    def _answer(self, request: Words) -> Message | Words:
+    def _answer(self, request: JsonObject) -> Message | JsonObject:
         try:
             # A receiver may send requests before the trainer serves the first tree.
             if (tree := self._trees.get(str(request["tree"]))) is None:
@@ -112,7 +113,7 @@ class ServedTree:
         self,
         source: PyTree,
         *,
-        target_dtype: Any = None,
+        target_dtype: DTypeLike | None = None,
         keep: int = 1,
         bucket_bytes: int | None = None,
         lease_s: float = 120.0,
@@ -192,7 +193,7 @@ class ServedTree:
                 raise ValueError(f"Version {version} cannot be held: there are {list(self._versions)}.")
             self._pinned = version
 
-    def join(self, target: Side, process: int) -> dict[str, Any]:
+    def join(self, target: Side, process: int) -> JsonObject:
         """Registers a receiver; returns its number, the source's description, the bucket size and the versions."""
         with self._lock:
             same = (r for r in self._receivers.values() if (r.target, r.process) == (target, process))
@@ -208,7 +209,7 @@ class ServedTree:
                 "versions": list(self._versions),
             }
 
-    def bucket(self, number: int, version: int, bucket: int, part: int) -> Message | Words:
+    def bucket(self, number: int, version: int, bucket: int, part: int) -> Message | JsonObject:
         """Cuts one bucket of a version for a receiver.
 
         Args:
@@ -238,7 +239,7 @@ class ServedTree:
             on_host = jax.device_get(arrays)
         return Message({"totals": entry.totals}, bulk=[as_bytes(array) for array in on_host])
 
-    def end(self, number: int) -> dict[str, Any]:
+    def end(self, number: int) -> JsonObject:
         """Ends the leases of a receiver that has finished its pull."""
         with self._lock:
             for entry in self._versions.values():
