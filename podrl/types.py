@@ -24,7 +24,7 @@ from podrl.mappings import EpisodeRecord, TaskColumns
 PyTree = Any
 
 
-class Device(Protocol):
+class JaxDevice(Protocol):
     """A device of jax, real or of a topology; jax's own name for this type is no class to type checkers."""
 
     id: int
@@ -178,7 +178,9 @@ TOKENS: Mapping[str, Column] = {
 DRAWN: Mapping[str, Column] = {name: column for name, column in TOKENS.items() if column.drawn}
 
 
-def blank_columns(shape: tuple[int, int], *, pad_id: int, written: Collection[str] | None = None) -> dict[str, Any]:
+def blank_columns(
+    shape: tuple[int, int], *, pad_id: int, written: Collection[str] | None = None
+) -> dict[str, np.ndarray]:
     """Makes every per-token column of Rollouts, by field name, filled with the column's value for tokens that were not
     sampled.
 
@@ -191,7 +193,7 @@ def blank_columns(shape: tuple[int, int], *, pad_id: int, written: Collection[st
       written: names of the fields that the caller will write to; None for all fields. The other fields are read-only
         views of one value, which take no memory.
     """
-    blank: dict[str, Any] = {"piece_BT": np.zeros(shape, np.int16)}
+    blank: dict[str, np.ndarray] = {"piece_BT": np.zeros(shape, np.int16)}
     for name, column in TOKENS.items():
         field, fill = f"{name}_BT", column.dtype(pad_id if name == "tokens" else column.fill)
         if written is not None and field not in written:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from podrl.algorithms import aggregate as aggregation
@@ -321,13 +322,13 @@ class PolicyLoss:
         """The class of the rows that the loss reads, with reference log-probabilities if the loss needs them."""
         return ReferencedRows if self.needs_reference() else PolicyRows
 
-    def reads(self, mixed: bool) -> dict[str, Any]:
+    def reads(self, mixed: bool) -> dict[str, DTypeLike]:
         """Returns the optional arrays in the rows that the loss reads, as dtypes by name.
 
         Args:
           mixed: True if samples of some data sources have settings of their own.
         """
-        found: dict[str, Any] = {"weight_BT": jnp.float32} if mixed else {}
+        found: dict[str, DTypeLike] = {"weight_BT": jnp.float32} if mixed else {}
         found |= {"loss_BT": jnp.int32} if self.others else {}
         return found | ({"age_BT": jnp.float32} if self.by_age else {})
 

@@ -10,10 +10,12 @@ from podrl.algorithms.aggregate import canonical_mode
 from podrl.algorithms.estimator import AdvantageEstimator, GAESettings, GroupSettings
 from podrl.algorithms.policy_loss import KLLossSettings, PolicyLoss
 
+PresetFields = Mapping[str, Any]  # fields of an algorithm's settings, with the values that a preset gives them
+
 
 @dataclasses.dataclass(frozen=True)
 class Preset:
-    """Settings that define an algorithm; all other settings keep their defaults.
+    """PresetFields that define an algorithm; all other settings keep their defaults.
 
     Attributes:
       about: description, one line.
@@ -31,13 +33,13 @@ class Preset:
 
     about: str
     source: str
-    advantage: Mapping[str, Any]
-    loss: Mapping[str, Any]
-    learner: Mapping[str, Any]
+    advantage: PresetFields
+    loss: PresetFields
+    learner: PresetFields
     dialect: str = ""
 
     @property
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> PresetFields:
         """Fields of GRPOConfig (or of PPOConfig for gae) that the preset sets."""
         return {**self.advantage, **self.loss, **self.learner}
 
@@ -65,9 +67,9 @@ class Preset:
 def _preset(
     about: str,
     source: str,
-    advantage: Mapping[str, Any] | None = None,
-    loss: Mapping[str, Any] | None = None,
-    learner: Mapping[str, Any] | None = None,
+    advantage: PresetFields | None = None,
+    loss: PresetFields | None = None,
+    learner: PresetFields | None = None,
     *,
     dialect: str = "",
 ) -> Preset:
@@ -78,7 +80,7 @@ def _preset(
     return Preset(about, source, *frozen, dialect=dialect)
 
 
-def _loss(kind: str, mode: str, **fields: Any) -> dict[str, Any]:
+def _loss(kind: str, mode: str, **fields: Any) -> PresetFields:
     return {"policy_loss_fn": kind, "loss_agg_mode": mode} | fields
 
 

@@ -88,7 +88,7 @@ class RLCluster:
         critic: Any = None,
         reference: Any = None,
         reward: Any = None,
-        perf_config: Any = None,
+        perf_config: object = None,
         lora: LoraConfig | Mapping[str, object] | None = None,
         seed: int = 0,
         link: PullLink | None = None,

@@ -148,7 +148,7 @@ class SlotEngine:
         true_length: int,
         sampler: Callable | None = None,
         rng: Any = None,
-        request_id: Any = None,
+        request_id: object = None,
         sampling: Sampling | None = None,
     ) -> tuple[Prefix, ResultTokens]:
         """Prefills a prompt and draws the first token of one sample; see `prefill_multisampling` for the arguments."""
@@ -173,7 +173,7 @@ class SlotEngine:
         true_length: int,
         sampler: Callable | None = None,
         rng: Any = None,
-        request_id: Any = None,
+        request_id: object = None,
         num_samples: int = 1,
         sampling: Sampling | None = None,
     ) -> tuple[Prefix, ResultTokens]:
@@ -225,12 +225,12 @@ class SlotEngine:
         data = np.stack([first, np.ones(num_samples), np.zeros(num_samples)], axis=1).astype(np.int32)
         return prefix, ResultTokens(data, (0, 1), (1, 2), (2, 3), 1, np.asarray(logprobs, np.float32)[:, None])
 
-    def insert(self, prefix: Prefix, decode_state: DecodeState, slot: int, request_id: Any = None) -> DecodeState:
+    def insert(self, prefix: Prefix, decode_state: DecodeState, slot: int, request_id: object = None) -> DecodeState:
         """Puts the first sample of a prefix into a slot; see `bulk_insert` for the arguments."""
         return self.bulk_insert(prefix, decode_state, [slot], request_id)
 
     def bulk_insert(
-        self, prefix: Prefix, decode_state: DecodeState, slots: Sequence[int], request_id: Any = None
+        self, prefix: Prefix, decode_state: DecodeState, slots: Sequence[int], request_id: object = None
     ) -> DecodeState:
         """Puts sample i of a prefix into `slots[i]`; slots of one data-parallel shard share the prompt's cache.
 

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import jax
 import numpy as np
@@ -13,12 +13,12 @@ from podrl.engine.engine import Engine
 from podrl.engine.state import DecodeState, LaneUpdates, SampledTokens
 from podrl.types import PyTree
 
-Broadcast = Callable[[str, Sequence[Any]], None]
-Call = TypeVar("Call", bound=Callable[..., Any])
-CALLS: dict[str, Callable[..., Any]] = {}  # the methods of Device that are sent to other hosts, by name
+Broadcast = Callable[[str, Sequence[object]], None]
+Call = TypeVar("Call", bound=Callable[..., object])
+CALLS: dict[str, Callable[..., object]] = {}  # the methods of Device that are sent to other hosts, by name
 
 
-def no_broadcast(name: str, args: Sequence[Any]) -> None:
+def no_broadcast(name: str, args: Sequence[object]) -> None:
     """Does nothing: the `Broadcast` of a mesh on one host, which has no other hosts to send calls to."""
 
 
@@ -26,7 +26,7 @@ def _on_all_hosts(call: Call) -> Call:
     """Makes a method send its name and arguments to the other hosts of the mesh before it runs here."""
 
     @functools.wraps(call)
-    def run(self: "Device", *args: Any) -> Any:
+    def run(self: "Device", *args: object) -> object:
         self._broadcast(call.__name__, args)
         return call(self, *args)
 

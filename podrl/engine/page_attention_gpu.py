@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from podrl.engine.reads import Runs
 from podrl.models.attention import NEG_INF
+from podrl.types import JaxDevice
 
 _ROWS = 16  # smallest number of rows of a matrix product
 _PROGRAMS = 512  # about the number of programs that keep a GPU with 132 processors busy
@@ -24,7 +25,7 @@ _PARTS = 16  # largest number of parts of a lane's reads
 _SCORES = 1 << 16  # largest size, in bytes, of one head's keys in a page: a program holds all of them
 
 
-def takes(device: Any, page_tokens: int, head_dim: int, dtype: jnp.dtype) -> bool:
+def takes(device: JaxDevice, page_tokens: int, head_dim: int, dtype: jnp.dtype) -> bool:
     """Returns True if the kernel runs on a device, with pages and heads of these sizes.
 
     The device must be an NVIDIA GPU of the Ampere generation or later, and both sizes powers of two. A later jax may

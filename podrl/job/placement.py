@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 from podrl.config import section
 from podrl.mesh.build import check_decodes, make_mesh, set_aside, share_of_mesh, split_devices
 from podrl.runtime.roles import ROLLOUT, TRAINER, Hosts
-from podrl.types import Device
+from podrl.types import JaxDevice
 
 _AUTO = {TRAINER: "fsdp=-1", ROLLOUT: "data=-1"}
 
@@ -189,18 +189,18 @@ def _of_a_rollout_cluster(roles: RolesConfig, hosts: Hosts) -> Meshes:
 
 
 def _cut(
-    devices: Sequence[Device], model: AuxiliaryConfig, name: str, host: str, *, hosts: int = 0
-) -> tuple[Sequence[Device], Sequence[Device]]:
+    devices: Sequence[JaxDevice], model: AuxiliaryConfig, name: str, host: str, *, hosts: int = 0
+) -> tuple[Sequence[JaxDevice], Sequence[JaxDevice]]:
     """Sets devices aside for an auxiliary model with its own mesh: (remaining devices, devices of the model)."""
     if model.mesh == host:
         return devices, ()
     return set_aside(devices, model.mesh, key=f"roles.{name}.mesh", shared=host, hosts=hosts)
 
 
-def _own(model: AuxiliaryConfig, devices: Sequence[Device], name: str, shared: Mesh) -> Mesh:
+def _own(model: AuxiliaryConfig, devices: Sequence[JaxDevice], name: str, shared: Mesh) -> Mesh:
     own = model.mesh not in (TRAINER, ROLLOUT)
     return make_mesh(model.mesh, devices, key=f"roles.{name}.mesh") if own else shared
 
 
-def _whole(role: RoleConfig, devices: Sequence[Device], name: str) -> Mesh:
+def _whole(role: RoleConfig, devices: Sequence[JaxDevice], name: str) -> Mesh:
     return make_mesh(role.mesh, devices, key=f"roles.{name}.mesh", auto=_AUTO[name])

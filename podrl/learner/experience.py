@@ -302,7 +302,7 @@ def load(host: Sequence[SavedState], arrays: Mapping[str, np.ndarray], pad_id: i
 
 def content(
     host: SavedState, arrays: Mapping[str, np.ndarray], *, pad_id: int
-) -> tuple[bytes, dict[str, Any], list[Any]]:
+) -> tuple[bytes, dict[str, np.ndarray], list[Any]]:
     """Splits a checkpoint's content into (data stream's state, controllers' state, batches in flight).
 
     Raises:

@@ -27,6 +27,7 @@ from podrl.learner.rollouts import OfflineBatches
 from podrl.learner.run_environments import REWARD_NAME, environment_config, run_environments
 from podrl.learner.settings import GRPOConfig, PPOConfig
 from podrl.learner.traced_algorithm import TracedAlgorithm
+from podrl.mappings import ConfigValues, Record
 from podrl.rewards.compose import NamedRewards, RewardConfig, Rewards
 from podrl.rundir.run import Run
 from podrl.runtime.pod import Pod
@@ -56,7 +57,7 @@ class TrainingParts:
 
     algorithm: Trainable
     report: StepReport
-    needed: Callable[[int, Experience], Any] | None = None
+    needed: Callable[[int, Experience], np.ndarray] | None = None
     evaluate: recorder.Evaluate | None = None
 
 
@@ -199,9 +200,9 @@ class SampleLearner:
         reward_fns: Callable | str | Sequence[Callable | str],
         metric_fns: Sequence[MetricFn] | None,
         data_shuffle_seed: int | None,
-        reward_config: RewardConfig | Mapping[str, Any] | None,
+        reward_config: RewardConfig | ConfigValues | None,
         pod: Pod | None,
-        environment: Any,
+        environment: object,
     ):
         """Checks the settings. `algorithm` makes GRPO or PPO; the other arguments are those of GRPOLearner."""
         self._environment = environment_config(environment)
@@ -235,14 +236,14 @@ class SampleLearner:
     @known_arguments
     def train(
         self,
-        train_ds: PromptStream | Iterable[str | Mapping[str, Any]],
-        eval_ds: Iterable[str | Mapping[str, Any]] | None = None,
+        train_ds: PromptStream | Iterable[str | Record],
+        eval_ds: Iterable[str | Record] | None = None,
         *,
         prompts_per_step: int | None = None,
         evaluator: Any = None,
         run: Run | None = None,
         save_every: int | None = None,
-        checkpoint: CheckpointConfig | Mapping[str, Any] | None = None,
+        checkpoint: CheckpointConfig | ConfigValues | None = None,
     ) -> int:
         """Trains until `training_config.max_steps`; returns the step reached.
 
@@ -328,7 +329,7 @@ class SampleLearner:
                 write_ending(run, {"seed": self.cluster.seed})
             return step
 
-    def _listed(self, items: Sequence[Any], size: int, *, shuffle_seed: int | None = None) -> PromptStream:
+    def _listed(self, items: Sequence[str | Record], size: int, *, shuffle_seed: int | None = None) -> PromptStream:
         limit = self.cluster.config.rollout().max_prompt_length
         return PromptStream.from_list(
             items,
@@ -339,7 +340,7 @@ class SampleLearner:
             system=instructions_for(self._reward_config.fns),
         )
 
-    def _evaluator(self, eval_ds: Iterable[str | Mapping[str, Any]]) -> Evaluator | None:
+    def _evaluator(self, eval_ds: Iterable[str | Record]) -> Evaluator | None:
         """Makes an evaluator that scores all held-out prompts with the run's reward functions; None without prompts."""
         items, _ = from_batches(list(eval_ds))
         if not items:
@@ -431,9 +432,9 @@ class GRPOLearner(SampleLearner):
         metric_fns: Sequence[MetricFn] | None = None,
         data_shuffle_seed: int | None = None,
         *,
-        reward_config: RewardConfig | Mapping[str, Any] | None = None,
+        reward_config: RewardConfig | ConfigValues | None = None,
         pod: Pod | None = None,
-        environment: Any = None,
+        environment: object = None,
     ):
         """Stores the settings; `train` starts the run.
 
@@ -465,9 +466,9 @@ class PPOLearner(SampleLearner):
         metric_fns: Sequence[MetricFn] | None = None,
         data_shuffle_seed: int | None = None,
         *,
-        reward_config: RewardConfig | Mapping[str, Any] | None = None,
+        reward_config: RewardConfig | ConfigValues | None = None,
         pod: Pod | None = None,
-        environment: Any = None,
+        environment: object = None,
     ):
         """Stores the settings, and makes the critic if the cluster has none; the arguments are those of GRPOLearner."""
         more = (reward_config, pod, environment)

@@ -15,7 +15,7 @@ from podrl.config import plural
 from podrl.data.pools import Curriculum
 from podrl.learner import experience as codec
 from podrl.learner.loop import InFlight, Schedule, Start
-from podrl.mappings import LogRecord
+from podrl.mappings import JsonObject, LogRecord, Metrics, SavedState
 from podrl.mesh.chips import peak_flops
 from podrl.models.parameters import param_specs
 from podrl.models.sizes import parameters_of_a_token
@@ -74,7 +74,7 @@ class StepReport(Protocol):
         """Completes metrics fetched from the device."""
         ...
 
-    def samples(self, experience: Any) -> Sequence[Mapping[str, Any]]:
+    def samples(self, experience: Any) -> Sequence[LogRecord]:
         """Makes records for samples.jsonl."""
         ...
 
@@ -90,9 +90,9 @@ class StepReport(Protocol):
 class Controllers(Protocol):
     """The adaptive state of a run, such as KL coefficients, as part of a checkpoint."""
 
-    def state(self) -> dict[str, Any]: ...
+    def state(self) -> SavedState: ...
 
-    def restore(self, state: Mapping[str, Any]) -> None: ...
+    def restore(self, state: SavedState) -> None: ...
 
 
 class Recorder:
@@ -137,7 +137,7 @@ class Recorder:
         self._evaluated: set[int] = set()  # steps whose evaluation is in metrics.jsonl
         self._trained: tuple[int, bytes] | None = None  # steps done in this process, data position after the last
         # The newest step until it is written: (step, host metrics, device metrics, time of its end).
-        self._late: tuple[int, dict[str, float], Mapping[str, Any], float] | None = None
+        self._late: tuple[int, dict[str, float], Metrics, float] | None = None
         self._progress: Progress | None = None
         self._examination = Examination(run.config)
         self._nonfinite = 0  # number of updates in a row that were skipped
@@ -188,10 +188,10 @@ class Recorder:
         self._run.profiler.after(step)
         return Start(step, data_state, pending, self._evaluated)
 
-    def stage(self, name: str) -> contextlib.AbstractContextManager[Any]:
+    def stage(self, name: str) -> contextlib.AbstractContextManager[object]:
         return self._run.watchdog.stage(name)
 
-    def record(self, step: int, experience: Any, metrics: Mapping[str, Any]) -> None:
+    def record(self, step: int, experience: Any, metrics: Metrics) -> None:
         self._flush()
         host = self._report.describe(experience) if self._run.leads else {}
         now = time.monotonic()
@@ -387,7 +387,7 @@ class HostRecorder:
         run: Run,
         schedule: Schedule,
         *,
-        enter: Callable[[], Mapping[str, Any]],
+        enter: Callable[[], JsonObject],
         evaluate: Evaluate | None,
         stopping: Callable[[], bool],
     ):
@@ -412,10 +412,10 @@ class HostRecorder:
         self._run.profiler.after(int(start["step"]))
         return Start(int(start["step"]), b"", (), self._evaluated)
 
-    def stage(self, name: str) -> contextlib.AbstractContextManager[Any]:
+    def stage(self, name: str) -> contextlib.AbstractContextManager[object]:
         return self._run.watchdog.stage(name)
 
-    def record(self, step: int, experience: Any, metrics: Mapping[str, Any]) -> None:
+    def record(self, step: int, experience: Any, metrics: Metrics) -> None:
         self._run.spans.pass_on(step, last=step == self._schedule.max_steps)
         self._run.profiler.after(step)
 
@@ -454,6 +454,6 @@ def _memory_peak() -> float | None:
     return max(peaks, default=None)
 
 
-def fetched_means(metrics: Mapping[str, Any]) -> dict[str, float]:
+def fetched_means(metrics: Metrics) -> dict[str, float]:
     """Fetches metrics to the host; a metric that is a list over the step's updates becomes the list's mean."""
     return {name: float(np.mean(value)) for name, value in jax.device_get(dict(metrics)).items()}

@@ -11,12 +11,12 @@ from podrl.data.pools import Curriculum
 from podrl.learner.control import MismatchGate
 from podrl.learner.generation import repeated
 from podrl.learner.settings import GRPOConfig, PPOConfig
-from podrl.mappings import EpisodeRecord, JsonObject, LogRecord, TurnRecord
+from podrl.mappings import EpisodeRecord, JsonObject, LogRecord, Metrics, TurnRecord
 from podrl.rundir.metrics import UserMetrics
 from podrl.types import STOP_CALLS, STOP_DEADLINE, STOP_LENGTH, Experience, Rollouts
 
 # metric_fn(prompts, completions, rewards, **fields) -> {name: value, or (value, function of a list of values)}
-MetricFn = Callable[..., Mapping[str, Any]]
+MetricFn = Callable[..., Metrics]
 
 
 class SampleReport:

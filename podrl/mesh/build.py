@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from podrl.types import Device
+from podrl.types import JaxDevice
 
 AXES = ("data", "expert", "fsdp", "seq", "tensor")
 EXPERT = "expert"  # cuts rows, and spreads the experts of each layer
@@ -57,21 +57,23 @@ def parse_mesh(spec: str, *, key: str = "mesh", auto: str = "fsdp=-1") -> Sizes:
     return data, expert, fsdp, seq, tensor
 
 
-def sort_devices(devices: Sequence[Device]) -> list[Device]:
+def sort_devices(devices: Sequence[JaxDevice]) -> list[JaxDevice]:
     """Sorts devices in the same order on all processes: by slice, process, task, then id (ids have gaps on CPU).
 
     Under Pathways one process has all devices; there the order by slices and tasks keeps devices with fast links
     together.
     """
 
-    def place(device: Device) -> tuple[int, ...]:
+    def place(device: JaxDevice) -> tuple[int, ...]:
         names = ("slice_index", "process_index", "virtual_task_index")
         return (*(getattr(device, name, None) or 0 for name in names), device.id)
 
     return sorted(devices, key=place)
 
 
-def make_mesh(spec: str, devices: Sequence[Device] | None = None, *, key: str = "mesh", auto: str = "fsdp=-1") -> Mesh:
+def make_mesh(
+    spec: str, devices: Sequence[JaxDevice] | None = None, *, key: str = "mesh", auto: str = "fsdp=-1"
+) -> Mesh:
     """Builds the mesh that a string describes, over all of `devices`.
 
     Args:
@@ -109,7 +111,7 @@ def check_decodes(mesh: Mesh | str, *, key: str) -> None:
         )
 
 
-def make_decoding_mesh(spec: str, devices: Sequence[Device], *, key: str) -> Mesh:
+def make_decoding_mesh(spec: str, devices: Sequence[JaxDevice], *, key: str) -> Mesh:
     """Builds the mesh of a model that only generates; 'auto' puts all devices on the data axis.
 
     Args:
@@ -136,7 +138,9 @@ def with_own_axes(mesh: Mesh) -> Mesh | None:
     return _named(mesh.devices.transpose(order).reshape(sizes))
 
 
-def split_devices(devices: Sequence[Device], trainer_spec: str, rollout_spec: str) -> tuple[list[Device], list[Device]]:
+def split_devices(
+    devices: Sequence[JaxDevice], trainer_spec: str, rollout_spec: str
+) -> tuple[list[JaxDevice], list[JaxDevice]]:
     """Splits one process's devices into those of the trainer and those of the rollout; a single device serves both.
 
     Several devices are split into disjoint parts, the trainer's first. If both mesh strings leave a size open, each
@@ -170,8 +174,8 @@ def split_devices(devices: Sequence[Device], trainer_spec: str, rollout_spec: st
 
 
 def set_aside(
-    devices: Sequence[Device], spec: str, *, shared: str, key: str = "mesh", hosts: int = 0
-) -> tuple[list[Device], list[Device]]:
+    devices: Sequence[JaxDevice], spec: str, *, shared: str, key: str = "mesh", hosts: int = 0
+) -> tuple[list[JaxDevice], list[JaxDevice]]:
     """Sets the last devices of every host aside for a mesh of their own.
 
     Args:
@@ -211,7 +215,7 @@ def set_aside(
     return left, taken
 
 
-def share_of_mesh(spec: str, devices: Sequence[Device], hosts: int, *, key: str = "mesh") -> Mesh:
+def share_of_mesh(spec: str, devices: Sequence[JaxDevice], hosts: int, *, key: str = "mesh") -> Mesh:
     """Builds one host's part of a mesh over several hosts, of whose devices only this host's are visible.
 
     Hosts that hold a copy of the weights together count as one host, with the devices of all of them.
@@ -320,7 +324,7 @@ def _need(sizes: tuple[int, ...]) -> str:
     return f"a multiple of {fixed}" if REST in sizes else str(fixed)
 
 
-def _fill(spec: str, sizes: tuple[int, ...], devices: Sequence[Device], key: str) -> tuple[int, ...]:
+def _fill(spec: str, sizes: tuple[int, ...], devices: Sequence[JaxDevice], key: str) -> tuple[int, ...]:
     """Replaces the size -1 by the one that uses all devices.
 
     Raises:
@@ -335,7 +339,7 @@ def _fill(spec: str, sizes: tuple[int, ...], devices: Sequence[Device], key: str
     return tuple(len(devices) // fixed if n == REST else n for n in sizes)
 
 
-def _faking(sizes: tuple[int, ...], devices: Sequence[Device]) -> str:
+def _faking(sizes: tuple[int, ...], devices: Sequence[JaxDevice]) -> str:
     """Returns a sentence for an error message: how to get enough fake CPU devices; '' for other devices."""
     needed = math.prod(n for n in sizes if n != REST)
     if needed <= len(devices) or any(getattr(device, "platform", "") != "cpu" for device in devices):
@@ -343,7 +347,7 @@ def _faking(sizes: tuple[int, ...], devices: Sequence[Device]) -> str:
     return f" CPU devices are faked by XLA_FLAGS=--xla_force_host_platform_device_count={needed} before the command."
 
 
-def _hosts(devices: Sequence[Device]) -> str:
+def _hosts(devices: Sequence[JaxDevice]) -> str:
     """Names hosts in errors: 'host 0 has' or 'hosts 2-3 have'."""
     hosts = sorted({d.process_index for d in devices})
     if not hosts:

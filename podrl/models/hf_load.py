@@ -26,7 +26,7 @@ from podrl.models.hf_names import Entry, entries, to_leaf
 from podrl.models.quantize import quantized_leaves
 from podrl.models.tensor_files import StoredTensor, scan_directory
 from podrl.storage.storage import locate
-from podrl.types import Device, PyTree
+from podrl.types import JaxDevice, PyTree
 
 _FREQUENCIES = re.compile(r".*rotary_emb\.inv_freq")  # podrl computes them
 # Parts of a model other than its text decoder: towers of images and sound, and layers that predict further tokens.
@@ -287,7 +287,7 @@ def _merged(axes: Sequence[Any]) -> Any:
 
 def _to_devices(tensor: StoredTensor, sharding: NamedSharding, staging: "_Staging") -> Array:
     """Copies a tensor's shards to this process's devices; reads each part once, however many devices hold it."""
-    parts: dict[tuple, list[Device]] = {}
+    parts: dict[tuple, list[JaxDevice]] = {}
     for device, index in sharding.addressable_devices_indices_map(tensor.shape).items():
         bounds = tuple(s.indices(n)[:2] for s, n in zip(index or (), tensor.shape, strict=True))
         parts.setdefault(bounds, []).append(device)

@@ -17,8 +17,8 @@ import math
 import os
 import shlex
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from absl import flags
 
@@ -47,7 +47,7 @@ _FACTOR = flags.DEFINE_float(
 )
 
 
-def make_report(values: ConfigValues, *, log: Any = None) -> "PlanReport":
+def make_report(values: ConfigValues, *, log: Callable[[str], None] | None = None) -> "PlanReport":
     """Compiles every program of a configuration's job, as the flags say.
 
     Args:

@@ -41,7 +41,7 @@ from podrl.trainer.pack_shape import PackShape
 from podrl.transfer.collective import CollectiveTransport
 from podrl.transfer.local import RelayoutTransport
 from podrl.transfer.plan import TransferPlan, make_plan
-from podrl.types import Device, PyTree
+from podrl.types import JaxDevice, PyTree
 
 TRAINER, ROLLOUT, BOTH = "trainer", "rollout", "both"
 
@@ -307,7 +307,7 @@ def weight_move(setting: Setting) -> WeightMove:
     return WeightMove(out.plan, rate, tuple(programs), sum(b.parts for b in buckets), note)
 
 
-def _far(topology: Topology, other: Topology) -> list[Device]:
+def _far(topology: Topology, other: Topology) -> list[JaxDevice]:
     """Lists devices of a topology with ids that no device of `other` has."""
     devices = topology.devices(copies=other.slices + 1)
     return devices[-(len(devices) // (other.slices + 1)) :]
@@ -366,8 +366,8 @@ class _Ends:
     def of(
         cls,
         setting: Setting,
-        sources: Sequence[Device],
-        targets: Sequence[Device],
+        sources: Sequence[JaxDevice],
+        targets: Sequence[JaxDevice],
         *,
         transport: bool = True,
     ) -> "_Ends":

@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Int
 
 from podrl.transfer.plan import LeafPlan
-from podrl.types import Device, PyTree
+from podrl.types import JaxDevice, PyTree
 
 Columns = Sequence[Array]
 # One entry per slot of a shard: the box of each device, by device id.
@@ -189,7 +189,7 @@ class _End:
     A program over that mesh does not wait for other processes.
     """
 
-    def __init__(self, leaves: Sequence[LeafPlan], devices: Sequence[Device]):
+    def __init__(self, leaves: Sequence[LeafPlan], devices: Sequence[JaxDevice]):
         self._leaves = leaves
         self._devices = list(devices)
         self._mesh = Mesh(np.array(self._devices, dtype=object), ("local",))
@@ -216,7 +216,7 @@ class _End:
 class Cutter(_End):
     """Cuts the shards of this process's source devices into boxes."""
 
-    def __init__(self, leaves: Sequence[LeafPlan], devices: Sequence[Device], *, copies: bool = False):
+    def __init__(self, leaves: Sequence[LeafPlan], devices: Sequence[JaxDevice], *, copies: bool = False):
         """Stores the leaves' plans and the devices; programs compile at the first cut.
 
         Args:
@@ -262,7 +262,7 @@ class Cutter(_End):
 class Joiner(_End):
     """Joins boxes into the shards of this process's target devices."""
 
-    def __init__(self, leaves: Sequence[LeafPlan], devices: Sequence[Device], shardings: Sequence[NamedSharding]):
+    def __init__(self, leaves: Sequence[LeafPlan], devices: Sequence[JaxDevice], shardings: Sequence[NamedSharding]):
         """Stores the leaves' plans and the devices; programs compile at the first join.
 
         Args:

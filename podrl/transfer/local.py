@@ -15,7 +15,7 @@ from jaxtyping import Array
 from podrl.transfer.boxes import Cutter, Joiner
 from podrl.transfer.move import Move
 from podrl.transfer.plan import TransferPlan, named
-from podrl.types import Device
+from podrl.types import JaxDevice
 
 
 class LocalTransport:
@@ -102,6 +102,6 @@ class RelayoutTransport:
         return self._programs[chosen]
 
 
-def _devices(shardings: Sequence[Sharding]) -> list[Device]:
+def _devices(shardings: Sequence[Sharding]) -> list[JaxDevice]:
     """Lists the devices of the one mesh that all the shardings are on, in its order."""
     return list(cast(Mesh, named(shardings[0]).mesh).devices.flat) if shardings else []

@@ -16,7 +16,7 @@ from podrl.transfer.boxes import Joiner, Slots
 from podrl.transfer.move import Move, drive
 from podrl.transfer.pull.handshake import JsonObject, Reads, Reply, SendRequest, Side, pull_plan
 from podrl.transfer.verify import ExpectedLeaves, Ledger, WeightMismatchError
-from podrl.types import Device, Policy, PyTree
+from podrl.types import JaxDevice, Policy, PyTree
 
 _POLL_S = 0.02
 
@@ -298,7 +298,7 @@ class _PullPlan:
         replies: Mapping[int, JsonObject],
         source: Side,
         target: Side,
-        devices: Sequence[Device],
+        devices: Sequence[JaxDevice],
         shardings: Sequence[NamedSharding],
     ):
         first = replies[min(replies)]
@@ -310,7 +310,7 @@ class _PullPlan:
         positions = target.positions(jax.process_index())
         self._reads = [Reads.of(leaf, positions) for leaf in self.plan.leaves]
         self.mine = {p: [reads.of_process(source.owners, p) for reads in self._reads] for p in self.trainers}
-        self.arrival: list[list[Device]] = []
+        self.arrival: list[list[JaxDevice]] = []
         for reads in self._reads:
             first_K = np.unique(reads.box_WM, return_index=True)[1]
             self.arrival.append([devices[at // reads.box_WM.shape[1]] for at in first_K.tolist()])
@@ -339,7 +339,7 @@ class _PullPlan:
             slots[i][m][self._devices[w].id] = piece
         return slots
 
-    def _arrival_of(self, i: int, w: int, m: int) -> Device:
+    def _arrival_of(self, i: int, w: int, m: int) -> JaxDevice:
         return self.arrival[i][int(self._reads[i].box_WM[w, m])]
 
 
