@@ -15,7 +15,7 @@ PresetFields = Mapping[str, Any]  # fields of an algorithm's settings, with the 
 
 @dataclasses.dataclass(frozen=True)
 class Preset:
-    """PresetFields that define an algorithm; all other settings keep their defaults.
+    """Settings that define an algorithm; all other settings keep their defaults.
 
     Attributes:
       about: description, one line.
