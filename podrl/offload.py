@@ -97,7 +97,7 @@ def apart(stacks: Sequence[Stack], *, indexed: bool) -> tuple[list[Stack], list[
       indexed: whether `fetched_layer` reads the leaves that wait in the host's memory. Compilers for TPUs cannot
         reshape such leaves, as scans over repeated patterns of layers do.
     """
-    waiting = [{name: x for name, x in stack.items() if indexed and waits(x)} for stack in stacks]
+    waiting: list[Stack] = [{name: x for name, x in stack.items() if indexed and waits(x)} for stack in stacks]
     both = zip(stacks, waiting, strict=True)
     return [{name: x for name, x in stack.items() if name not in own} for stack, own in both], waiting
 

@@ -368,7 +368,7 @@ def _check_playable(environment: Any) -> None:
         pass
 
 
-def _result_fields(result: Any) -> dict[str, Any]:
+def _result_fields(result: Any) -> JsonObject:
     """Converts a Result to JSON.
 
     Raises:
