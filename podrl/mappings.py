@@ -1,7 +1,8 @@
 """Names for the mappings whose keys no dataclass declares: records, messages, JSON that crosses processes, metrics.
 
-A name says which kind of mapping an annotation means. Each is read-only where it is passed on; code that builds one
-annotates the variable as a dict. Processes that never load jax import this file, so it needs only the standard library.
+A name says which kind of mapping an annotation means. All of them but Span are read-only: code that builds such a
+mapping, or changes its own copy, annotates the variable as a dict. Processes that never load jax import this file, so
+it needs only the standard library.
 """
 
 from collections.abc import Mapping, Sequence
