@@ -40,8 +40,10 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
     Returns:
       kernel (whether attention is one),
       peak_bytes and prefill_peak_bytes (of one chip), hbm_bytes (that a program may use), fits, compile_seconds,
-      weight_bytes (of one chip), and for every number of sampled tokens kv_bytes (live keys and values of one chip,
-      prompts counted once per group), read_bytes (per step), ratio (read_bytes over weights and live keys and values),
+      weight_bytes (of one chip, without tables of which a token reads one row; experts count as if each had a token),
+      state_bytes (of the lanes' linear attention on one chip), and for every number of sampled tokens kv_bytes (live
+      keys and values of one chip, prompts counted once per group), read_bytes (per step), ratio (read_bytes over
+      weights, states and live keys and values),
       least_ms (of a step: bytes read and written, over the chip's bandwidth), sent_bytes (by a chip over links in a
       step), sent_least_ms (the same over the bandwidth of all its links) and collectives (count and bytes sent in a
       step by kind; what runs once a dispatch counts as the fraction that falls to a step). Nothing is measured.
@@ -64,13 +66,14 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
     from podrl.engine.engine import Engine
     from podrl.engine.sizes import engine_shape
     from podrl.mesh.build import make_mesh
+    from podrl.mesh.rules import batch_shards
     from podrl.models import parameters, sizes
     from podrl.plan import chips
 
     topology = chips.parse_topology(args.topology, key="--topology")
     mesh = make_mesh(args.mesh, topology.devices(), key="--mesh")
     model, dtype = sizes.config_of(args.size), jax.numpy.dtype(args.dtype)
-    shape = engine_shape(_config(args), mesh.shape["data"] * mesh.shape["fsdp"])
+    shape = engine_shape(_config(args), batch_shards(mesh), recurrent=model.recurrent)
     engine = Engine(model, mesh, shape, dtype, kernel={"yes": True, "no": False}.get(args.kernel))
     params = parameters.abstract_params(model, mesh, dtype)
     programs = {program.name: program for program in engine.programs(params)}
@@ -81,10 +84,11 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
     )
     seconds = time.perf_counter() - started
     peak, prefill_peak = (float(c.memory_analysis().peak_memory_in_bytes) for c in (generate, prefill))
-    pool = programs["generate"].args[1].pools[0]
-    L, _, K, _, H = pool.sharding.shard_shape(pool.shape)
-    token_bytes = 2.0 * L * K * H * dtype.itemsize
-    weights = sum(np.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(params))
+    state = programs["generate"].args[1]
+    token_bytes = _bytes(state.pools) / (shape.pages * shape.page_tokens)
+    states = _bytes(state.memories) * shape.lanes / shape.places
+    tables = {"ple_embed": params.get("ple_embed"), "embed": params["embed"] if "unembed" in params else None}
+    weights = _bytes(params) - _bytes(tables)
     return {
         "peak_bytes": peak,
         "prefill_peak_bytes": prefill_peak,
@@ -92,12 +96,20 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         "fits": max(peak, prefill_peak) <= topology.chip.hbm,
         "kernel": engine.kernel,
         "compile_seconds": seconds,
-        "weight_bytes": float(weights),
+        "weight_bytes": weights,
+        "state_bytes": states,
         "steps": [
-            _count(engine, generate.as_text(), float(weights), token_bytes, sampled, args, topology.chip)
+            _count(engine, generate.as_text(), weights + states, token_bytes, sampled, args, topology.chip)
             for sampled in args.sampled
         ],
     }
+
+
+def _bytes(arrays: Any) -> float:
+    """Counts the bytes that one chip holds of a tree of shapes with shardings."""
+    import jax
+
+    return float(sum(np.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(arrays)))
 
 
 def _config(args: argparse.Namespace) -> Any:
@@ -115,22 +127,25 @@ def _config(args: argparse.Namespace) -> Any:
 
 
 def _count(
-    engine: Any, text: str, weights: float, token_bytes: float, sampled: int, args: argparse.Namespace, chip: Any
+    engine: Any, text: str, held: float, token_bytes: float, sampled: int, args: argparse.Namespace, chip: Any
 ) -> dict[str, Any]:
-    """Counts one step's work at a given filling of the lanes."""
+    """Counts one step's work at a given filling of the lanes; `held` are the bytes of weights and states."""
     from podrl.engine import attention
-    from podrl.plan.hlo import cost_of
+    from podrl.plan.hlo import GROUPED, cost_of
+    from podrl.plan.programs import local_experts
 
     reads, tokens = _filled(engine, args.prompt_len, sampled, args.group)
     N = engine.shape.steps
-    loops = {**attention.loop_counts(reads), "decode_steps": N, "filters": 0}
-    cost = cost_of(text, named=loops)
+    counts = {**attention.loop_counts(reads), "decode_steps": N, "filters": 0}
+    if experts := local_experts(engine.model, engine.mesh):
+        counts[GROUPED] = experts
+    cost = cost_of(text, named=counts)
     live, sent = float(tokens * token_bytes), sum(c.bytes for c in cost.collectives) / N
     return {
         "sampled": sampled,
         "kv_bytes": live,
         "read_bytes": cost.read / N,
-        "ratio": cost.read / N / (weights + live),
+        "ratio": cost.read / N / (held + live),
         "least_ms": 1e3 * cost.bytes / N / chip.hbm_rate,
         "sent_bytes": sent,
         "sent_least_ms": 1e3 * sent / chip.ici_rate,

@@ -13,7 +13,7 @@ import jax
 from podrl.mesh.chips import GIB, Chip
 from podrl.offload import HOST
 from podrl.plan.chips import GPUS
-from podrl.plan.hlo import Collective, cost_of
+from podrl.plan.hlo import GROUPED, Collective, cost_of
 from podrl.plan.programs import Program
 from podrl.types import PyTree
 
@@ -152,7 +152,8 @@ def _compiled(program: Program, lowered: Any, chip: Chip, quick: bool, started: 
         written = _host_bytes(lowered.out_info, compiled.output_shardings)
         kept = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
         peak = float(kept + memory.temp_size_in_bytes - max(read, written))
-    cost = cost_of(compiled.as_text(), trips=program.trips)
+    named = {GROUPED: float(program.experts)} if program.experts else {}
+    cost = cost_of(compiled.as_text(), trips=program.trips, named=named)
     flops, size = cost.flops, cost.bytes
     if program.by_hand is not None:
         flops, size = program.by_hand.flops, program.by_hand.bytes

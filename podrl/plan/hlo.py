@@ -55,6 +55,7 @@ _SPLASH_PRODUCTS = {"splash_mha_fwd": 2, "splash_mha_dq": 3, "splash_mha_dkv": 4
 _PREFIX_PRODUCTS = {"prefix_attention_fwd": 2, "prefix_attention_dq": 3, "prefix_attention_dkv": 4}
 # Kernels that read single pages of the pools, which are their operands with five dimensions.
 _PAGE_KERNELS = ("shared_pages", "own_pages")
+GROUPED = "gmm"  # the kernel that multiplies rows by the matrices of their groups, its operand with three dimensions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +145,8 @@ def cost_of(
       text: text of the compiled module (`compiled.as_text()`).
       trips: function that returns how often a loop of traced length runs, by its nesting depth among such loops.
       named: number of runs of loops directly in a `jax.named_scope`, by name of the scope, instead of the number in the
-        text; and number of pages that a kernel of podrl.engine.page_attention reads, by name of the kernel.
+        text; number of pages that a kernel of podrl.engine.page_attention reads, by name of the kernel; and number of
+        matrices that the kernel GROUPED reads at most, of all that it is given.
       slices: number of slices in which the devices named in the text lie, equal parts in their order. The text of the
         TPU compiler has the devices of one slice; its messages to other slices are found without this number.
     """
@@ -217,6 +219,8 @@ class _Reader:
         read = sum(hbm_bytes(types.get(name, "")) for name in i.operands)
         if i.opcode == "custom-call" and (pages := self._pages(i)) is not None:
             read += sum(_pages_bytes(types.get(name, ""), pages) for name in i.operands)
+        if i.opcode == "custom-call" and i.name.startswith(GROUPED) and GROUPED in self._named:
+            read -= sum(_unread_bytes(types.get(name, ""), self._named[GROUPED]) for name in i.operands)
         if i.opcode.endswith("-start"):  # its type also lists the operands, so `out` counts them
             read = min(read, out)
             return read, out - read
@@ -346,6 +350,12 @@ class _Reader:
         if last is None or by is None or first is None:
             return None
         return float(max(0, math.ceil((last - first) / by)))
+
+
+def _unread_bytes(matrices: str, read: float) -> float:
+    """Counts the bytes of the matrices (G, X, Y) in HBM of which a kernel reads `read`, without these; 0 for others."""
+    dims = dims_of(matrices) if matrices.count("[") == 1 else []
+    return hbm_bytes(matrices) * max(0.0, 1 - read / dims[0]) if len(dims) == 3 else 0.0
 
 
 def _pages_bytes(pool: str, pages: float) -> float:

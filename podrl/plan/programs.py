@@ -65,6 +65,8 @@ class Program:
       runs: executions per training step.
       resident: bytes per chip of arrays that stay there while the program runs but are not its arguments.
       trips: trip counts of loops of traced length, see `podrl.plan.hlo.cost_of`.
+      experts: number of experts of a layer on one chip, whose matrices a grouped kernel reads at most; 0 if the kernels
+        are given one layer's experts only, or the model has none.
       by_hand: counts of work to use instead of the counts from the compiled text; None uses the latter.
     """
 
@@ -74,6 +76,7 @@ class Program:
     runs: float
     resident: float = 0.0
     trips: Trips = lambda depth: 1.0
+    experts: int = 0
     by_hand: HandCountedWork | None = None
 
 
@@ -206,6 +209,7 @@ def rollout_programs(setting: Setting) -> list[Program]:
                 trips=(lambda depth: float(shape.steps) if depth == 0 else 1.0)
                 if program.name == "generate"
                 else prior,
+                experts=local_experts(model, mesh),
                 by_hand=_decode_work(setting, mesh, shape.steps, lanes / shards)
                 if program.name == "generate"
                 else None,
@@ -213,6 +217,11 @@ def rollout_programs(setting: Setting) -> list[Program]:
         )
     aside = {"prepare": pools, "insert": policy, "spill": policy, "restore": policy}
     return [dataclasses.replace(p, resident=p.resident + aside.get(p.name, 0.0)) for p in programs]
+
+
+def local_experts(model: ModelConfig, mesh: Mesh) -> int:
+    """Counts the experts of a layer that lie on one device of a mesh; 0 for a model without experts."""
+    return model.experts.count // mesh.shape.get("expert", 1) if model.experts is not None else 0
 
 
 def _decode_work(setting: Setting, mesh: Mesh, steps: int, lanes: float) -> HandCountedWork:

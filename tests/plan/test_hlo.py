@@ -221,6 +221,22 @@ ENTRY %main (x: f32[8,128]) -> token[] {
     assert cost_of(text).collectives == (Collective("send", 1, 8 * 128 * 4, True),)
 
 
+def test_a_grouped_kernel_reads_of_all_matrices_those_that_the_caller_counts():
+    text = """
+HloModule experts, num_partitions=1
+
+ENTRY %main (n: s32[17], x: bf16[64,32], w: bf16[16,32,8]) -> bf16[64,8] {
+  %n = s32[17]{0} parameter(0)
+  %x = bf16[64,32]{1,0} parameter(1)
+  %w = bf16[16,32,8]{2,1,0} parameter(2)
+  ROOT %gmm.3 = bf16[64,8]{1,0} custom-call(%n, %x, %w), custom_call_target="tpu_custom_call"
+}
+"""
+    rest = 4 * 17 + 2 * 64 * 32
+    assert cost_of(text, named={"gmm": 4}).read == rest + 4 * 2 * 32 * 8
+    assert cost_of(text).read == cost_of(text, named={"gmm": 16}).read == rest + 16 * 2 * 32 * 8
+
+
 def test_a_kernel_reads_of_a_pool_the_pages_that_the_caller_counts():
     text = """
 HloModule pages, num_partitions=1
