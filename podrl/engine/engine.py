@@ -461,15 +461,25 @@ class Engine:
                 name: x for name, x in stack.items() if name.startswith("expert_") and self.mesh.shape["fsdp"] == 1
             }
             sliced = {name: Spec(*cut[1:]) for name, cut in cuts.items() if name not in whole}
+            rest = {name: x for name, x in stack.items() if name not in whole}
+            # With several kinds, a scan over repetitions of a pattern would copy the weights of each repetition before
+            # the scans inside it read them, so the body picks all weights by index.
+            picked, rest = (rest, {}) if self.model.kinds else ({}, rest)
 
             def body(
-                state: tuple, xs: tuple, kind: int = kind, whole: PyTree = whole, sliced: PyTree = sliced
+                state: tuple,
+                xs: tuple,
+                kind: int = kind,
+                whole: PyTree = whole,
+                sliced: PyTree = sliced,
+                picked: PyTree = picked,
             ) -> tuple:
                 layer, info = xs
+                layer |= {n: jax.lax.dynamic_index_in_dim(x, info.index, keepdims=False) for n, x in picked.items()}
                 return layer_fn(*state, self._gathered(layer, sliced) | whole, info, info.index, kind), None
 
             steps.append(body)
-            scanned.append(({name: x for name, x in stack.items() if name not in whole}, infos[kind]))
+            scanned.append((rest, infos[kind]))
         for pattern in self.model.patterns()[: 1 if with_keys else None]:
             (x, carry), _ = decoder.over_layers(steps, (x, carry), scanned, pattern)
         return x, carry
