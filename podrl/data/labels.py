@@ -128,7 +128,8 @@ def _warn_of_one_label(parts: Sequence[OpenedSource]) -> None:
         _log.warning(
             "All of the first %d records have 'label': %s, and KTO learns from the difference between good and bad "
             "answers. Check the labels.",
-            *(len(labels), str(labels[0]).lower()),
+            len(labels),
+            str(labels[0]).lower(),
         )
 
 
