@@ -463,7 +463,7 @@ def replayed(
     here, waiting = offload.apart(stacks_of(params["layers"], config), indexed=bool(config.kinds) and on_tpu(mesh))
     stacks = list(zip(here, infos, moe.routes_by_kind(route_LBTk, config), strict=True))
 
-    # A kind whose keys are reused passes its keys and values from layer to layer, so that those of its last layer remain.
+    # A kind whose keys are reused passes its keys and values from layer to layer, so that its last layer's remain.
     # Layers that reuse them do not pass them on: a scan keeps what it passes on for the backward pass, once per layer.
     def empty(kind: Kind) -> tuple[Array, Array]:
         zeros = jnp.zeros((*tokens_BT.shape, kind.num_kv_heads, kind.head_dim), dtype)
