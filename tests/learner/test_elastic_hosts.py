@@ -36,6 +36,7 @@ from podrl.runtime.channel import ChannelError, LateError
 from podrl.runtime.message import Message
 from podrl.runtime.pod import Pod, Seat
 from podrl.runtime.roles import Hosts
+from podrl.transfer.pull.fetch import VersionGoneError
 from podrl.types import (
     NO_EPISODE,
     STOP_EOS,
@@ -120,7 +121,8 @@ class Weights:
 
     def sync_weights(self, version: int, *, in_place: bool) -> Policy:
         self.await_version(version)
-        assert version in self._held, (version, self._held)
+        if version not in self._held:  # this host paused for so long that the job went on without it
+            raise VersionGoneError(f"The trainer holds versions {self._held}, not {version}.")
         return Policy({}, version)
 
 

@@ -16,6 +16,7 @@ from podrl.runtime.local_pod import free_ports
 from podrl.runtime.message import Message
 from podrl.runtime.pod import Pod, Seat
 from podrl.runtime.roles import Hosts
+from podrl.transfer.pull.fetch import TransferTimeoutError, VersionGoneError
 
 
 @pytest.mark.parametrize("answers", [True, False], ids=["before the roster", "before its answer"])
@@ -191,6 +192,8 @@ def test_one_process_of_a_job_says_in_full_why_it_fails(three):
     [
         (RuntimeError("UNAVAILABLE: Socket closed"), 1, 42),
         (ValueError("UNKNOWN: Gloo all-reduce failed: Connection reset by peer"), 1, 42),
+        (VersionGoneError("Trainer process 0 holds versions 3, 4 of 'trainable', not 0"), 42, 42),
+        (TransferTimeoutError("Trainer process 0 did not offer version 1"), 42, 42),
         (RuntimeError("INTERNAL: Mosaic failed to compile"), 1, 1),
         (RuntimeError("a reward said UNAVAILABLE: later"), 1, 1),
         (ValueError("trainer.b2 is 2: it must be below 1"), 1, 1),

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array
 
 from podrl.runtime.message import Message
-from podrl.runtime.request import LateError
+from podrl.runtime.request import ChannelError, LateError
 from podrl.transfer.boxes import Joiner, Slots
 from podrl.transfer.move import Move, drive
 from podrl.transfer.pull.handshake import JsonObject, Reads, Reply, SendRequest, Side, pull_plan
@@ -21,12 +21,15 @@ from podrl.types import JaxDevice, Policy, PyTree
 _POLL_S = 0.02
 
 
-class TransferTimeoutError(RuntimeError):
+class TransferTimeoutError(ChannelError):
     """A trainer process did not answer in time; the message names the process and the stage."""
 
 
-class VersionGoneError(RuntimeError):
-    """The trainer no longer holds the requested version; a newer version is available."""
+class VersionGoneError(ChannelError):
+    """The trainer no longer holds the requested version; a newer version is available.
+
+    A rollout host that the leader gave up, because it paused for too long, may find this out here first.
+    """
 
 
 class _AgainError(Exception):
