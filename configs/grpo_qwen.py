@@ -1,4 +1,4 @@
-"""GRPO on GSM8K with the Qwen 3 models, from 0.6B to 30B with experts; all weights are trained.
+"""GRPO on GSM8K with the Qwen 3 and 3.5 models, from 0.6B to 35B with experts; all weights are trained.
 
 No variant has been run on its machine. docs/measurements/planning.md has what podrl.plan counted for each.
 
@@ -14,6 +14,12 @@ Variants, most of them on two slices, of which one trains and one generates:
     qwen3_32b_v5p32       32B on two v5p 2x2x4 slices
     qwen3_30b_a3b_v5p32   30B-A3B on two v5p 2x2x4 slices; each of four chips holds a quarter of the experts
     qwen3_30b_a3b_v6e64   30B-A3B on two v6e 4x8 slices
+    qwen35_08b_v6e8       Qwen 3.5 0.8B on one v6e-8 host
+    qwen35_2b_v6e8        2B on the same machine
+    qwen35_4b_v6e16       4B on two v6e 2x4 slices
+    qwen35_9b_v6e32       9B on two v6e 4x4 slices
+    qwen35_27b_v5p32      27B on two v5p 2x2x4 slices
+    qwen35_35b_a3b_v5p32  35B-A3B on two v5p 2x2x4 slices; each of four chips holds a quarter of the experts
 """
 
 from typing import Any
@@ -31,6 +37,12 @@ _JOBS = {
     "qwen3_32b_v5p32": ("qwen3-32b", 16, "fsdp=16", "data=4,tensor=4"),
     "qwen3_30b_a3b_v5p32": ("qwen3-30b-a3b", 16, "fsdp=4,expert=4", "data=4,expert=4"),
     "qwen3_30b_a3b_v6e64": ("qwen3-30b-a3b", 32, "fsdp=8,expert=4", "data=4,expert=8"),
+    "qwen35_08b_v6e8": ("qwen3.5-0.8b", 4, "fsdp=4", "data=4"),
+    "qwen35_2b_v6e8": ("qwen3.5-2b", 4, "fsdp=4", "data=4"),
+    "qwen35_4b_v6e16": ("qwen3.5-4b", 8, "fsdp=8", "data=4,tensor=2"),
+    "qwen35_9b_v6e32": ("qwen3.5-9b", 16, "fsdp=16", "data=4,tensor=4"),
+    "qwen35_27b_v5p32": ("qwen3.5-27b", 16, "fsdp=16", "data=4,tensor=4"),
+    "qwen35_35b_a3b_v5p32": ("qwen3.5-35b-a3b", 16, "fsdp=4,expert=4", "data=4,expert=4"),
 }
 VARIANTS = tuple(_JOBS)
 

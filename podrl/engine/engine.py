@@ -174,7 +174,7 @@ class Engine:
             layers, arrays = (1, m.num_layers) if self.unrolled else (m.num_layers, 1)
             pair = []
             for rest, dtype in zip(delta.memory_shapes(m), (jnp.dtype(jnp.float32), self.dtype), strict=True):
-                shape, axes = (layers, P, *rest), ("layers", "batch", *["norm"] * len(rest))
+                shape, axes = (layers, P, *rest), ("layers", "batch", "heads", *["norm"] * (len(rest) - 1))
                 pair.append(jax.ShapeDtypeStruct(shape, dtype, sharding=rules.sharding_for(axes, shape, self.mesh)))
             shapes += pair * arrays
         return tuple(shapes)

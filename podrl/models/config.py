@@ -191,9 +191,19 @@ class Delta:
             raise ValueError(f"value_heads={self.value_heads} must be a multiple of key_heads={self.key_heads}.")
 
     @property
+    def sections(self) -> tuple[int, int, int]:
+        """Widths of a key head's query, key and values, which are its channels of the convolution in this order."""
+        return self.key_dim, self.key_dim, self.value_heads // self.key_heads * self.value_dim
+
+    @property
+    def head_channels(self) -> int:
+        """Number of a key head's channels of the convolution."""
+        return sum(self.sections)
+
+    @property
     def channels(self) -> int:
         """Number of channels of the convolution: all dimensions of queries, keys and values."""
-        return 2 * self.key_heads * self.key_dim + self.outputs
+        return self.key_heads * self.head_channels
 
     @property
     def outputs(self) -> int:

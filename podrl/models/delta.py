@@ -6,8 +6,10 @@ query:
 
     S_t = exp(decay_t) S_(t-1),  S_t += beta_t k_t (v_t - k_t S_t),  out_t = q_t S_t
 
-Dimensions beside those of podrl.types: H key width, U value width, X chunks of a row, C tokens of a chunk, I channels
-of the convolution, W taps of the convolution.
+Dimensions beside those of podrl.types: K heads of queries and keys, N heads of values, H key width, U value width, X
+chunks of a row, C tokens of a chunk, W taps of the convolution. I channels of the convolution belong to each head of
+keys: its query, its key, and the values of the heads that it serves. So all arrays are cut over `tensor` by heads. J is
+(W - 1) I, the channels of the tokens that the convolution still needs.
 """
 
 from collections.abc import Callable, Mapping
@@ -30,9 +32,13 @@ def param_shapes(config: ModelConfig) -> Mapping[str, tuple[tuple[int, ...], tup
     sizes = config.delta
     assert sizes is not None
     return {
-        "delta_conv": ((sizes.channels, 1, sizes.taps), ("norm", "norm", "norm"), sizes.taps**-0.5),
-        "delta_rate": ((sizes.value_heads,), ("norm",), 1.0),
-        "delta_shift": ((sizes.value_heads,), ("norm",), -1.0),
+        "delta_conv": (
+            (sizes.key_heads, sizes.head_channels, sizes.taps),
+            ("heads", "norm", "norm"),
+            sizes.taps**-0.5,
+        ),
+        "delta_rate": ((sizes.value_heads,), ("heads",), 1.0),
+        "delta_shift": ((sizes.value_heads,), ("heads",), -1.0),
         "delta_norm": ((sizes.value_dim,), ("norm",), -1.0),
     }
 
@@ -277,21 +283,21 @@ def previous(segment_BT: Int[Array, "B T"], prefix_BT: Int[Array, "B T"] | None 
 
 
 def convolve(
-    x_BTI: Float[Array, "B T I"], weight_WI: Float[Array, "W I"], previous_BT: Int[Array, "B T"]
-) -> Float[Array, "B T I"]:
+    x_BTKI: Float[Array, "B T K I"], weight_WKI: Float[Array, "W K I"], previous_BT: Int[Array, "B T"]
+) -> Float[Array, "B T K I"]:
     """Mixes each channel over a token and its W - 1 predecessors; the last tap is for the token itself.
 
     Args:
-      x_BTI: inputs of the convolution.
-      weight_WI: weight of each tap and channel.
+      x_BTKI: inputs of the convolution.
+      weight_WKI: weight of each tap and channel.
       previous_BT: index of each token's predecessor, from `previous`.
     """
-    out_BTI, at_BT = x_BTI * weight_WI[-1], jnp.broadcast_to(jnp.arange(x_BTI.shape[1]), previous_BT.shape)
-    for tap_I in weight_WI[-2::-1]:
+    out_BTKI, at_BT = x_BTKI * weight_WKI[-1], jnp.broadcast_to(jnp.arange(x_BTKI.shape[1]), previous_BT.shape)
+    for tap_KI in weight_WKI[-2::-1]:
         at_BT = jnp.where(at_BT >= 0, jnp.take_along_axis(previous_BT, jnp.maximum(at_BT, 0), axis=1), _NONE)
-        there_BTI = jnp.take_along_axis(x_BTI, jnp.maximum(at_BT, 0)[..., None], axis=1)
-        out_BTI = out_BTI + jnp.where((at_BT >= 0)[..., None], there_BTI, 0) * tap_I
-    return out_BTI
+        there_BTKI = jnp.take_along_axis(x_BTKI, jnp.maximum(at_BT, 0)[..., None, None], axis=1)
+        out_BTKI = out_BTKI + jnp.where((at_BT >= 0)[..., None, None], there_BTKI, 0) * tap_KI
+    return out_BTKI
 
 
 # project(name, x) -> y: applies a projection of the layer by its name, adapter included.
@@ -321,7 +327,7 @@ def mix(
         layer,
         config,
         project,
-        lambda x_BTI, weight_WI: (convolve(x_BTI, weight_WI, previous_BT), None),
+        lambda x_BTKI, weight_WKI: (convolve(x_BTKI, weight_WKI, previous_BT), None),
         lambda q, k, v, decay, beta: over_rows(q, k, v, decay, beta, chunks),
     )
     return out_BTD
@@ -330,14 +336,16 @@ def mix(
 def memory_shapes(config: ModelConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Returns the shapes of a layer's memory of a sequence: the float32 state, (N, H, U), and the convolution's inputs.
 
-    The latter are the inputs of the last W - 1 tokens, one after another in one vector.
+    The latter are the inputs of the last W - 1 tokens, for each head of keys one after another in one vector. The first
+    dimension of both is cut over `tensor`.
     """
     sizes = config.delta
     assert sizes is not None
-    return (sizes.value_heads, sizes.key_dim, sizes.value_dim), ((sizes.taps - 1) * sizes.channels,)
+    inputs = sizes.key_heads, (sizes.taps - 1) * sizes.head_channels
+    return (sizes.value_heads, sizes.key_dim, sizes.value_dim), inputs
 
 
-Memory = tuple[Float[Array, "B N H U"], Float[Array, "B I"]]
+Memory = tuple[Float[Array, "B N H U"], Float[Array, "B K J"]]
 
 
 def mix_on(
@@ -360,15 +368,15 @@ def mix_on(
     """
     segment_BT = (jnp.arange(h_BTD.shape[1]) < length_B[:, None]).astype(jnp.int32)
     chunks = cut(segment_BT, before_B=jnp.ones_like(length_B))
-    out_BTD, state_BNHU, inputs_BI = _mixed(
+    out_BTD, state_BNHU, inputs_BKJ = _mixed(
         h_BTD,
         layer,
         config,
         project,
-        lambda x_BTI, weight_WI: _convolve_on(x_BTI, weight_WI, memory[1], length_B),
+        lambda x_BTKI, weight_WKI: _convolve_on(x_BTKI, weight_WKI, memory[1], length_B),
         lambda q, k, v, decay, beta: over_rows(q, k, v, decay, beta, chunks, memory[0]),
     )
-    return out_BTD, (state_BNHU, inputs_BI)
+    return out_BTD, (state_BNHU, inputs_BKJ)
 
 
 def mix_one(
@@ -380,41 +388,48 @@ def mix_one(
         out_BNU, state_BNHU = step(memory[0], *(x[:, 0] for x in arrays))
         return out_BNU[:, None], state_BNHU
 
-    out_B1D, state_BNHU, inputs_BI = _mixed(
+    out_B1D, state_BNHU, inputs_BKJ = _mixed(
         h_B1D,
         layer,
         config,
         project,
-        lambda x_B1I, weight_WI: _convolve_on(x_B1I, weight_WI, memory[1], None),
+        lambda x_B1KI, weight_WKI: _convolve_on(x_B1KI, weight_WKI, memory[1], None),
         rule,
     )
-    return out_B1D, (state_BNHU, inputs_BI)
+    return out_B1D, (state_BNHU, inputs_BKJ)
 
 
 def _convolve_on(
-    x_BTI: Array, weight_WI: Array, inputs_BI: Array, length_B: Int[Array, " B"] | None
+    x_BTKI: Array, weight_WKI: Array, inputs_BKJ: Array, length_B: Int[Array, " B"] | None
 ) -> tuple[Array, Array]:
     """Applies `convolve` to rows that continue a sequence: (outputs, the last W - 1 inputs of each row).
 
     Args:
-      x_BTI: inputs of the convolution.
-      weight_WI: weight of each tap and channel.
-      inputs_BI: the W - 1 inputs before each row, in one vector.
+      x_BTKI: inputs of the convolution.
+      weight_WKI: weight of each tap and channel.
+      inputs_BKJ: the W - 1 inputs before each row, for each head in one vector.
       length_B: number of tokens of each row; None if no token is padding.
     """
-    W, (B, T, channels) = len(weight_WI), x_BTI.shape
-    wide_BTI = jnp.concatenate([inputs_BI.reshape(B, W - 1, channels), x_BTI], axis=1)
+    W, (B, T, K, channels) = len(weight_WKI), x_BTKI.shape
+    wide_BKJ = jnp.concatenate([inputs_BKJ, x_BTKI.swapaxes(1, 2).reshape(B, K, -1)], axis=2)
     # The barrier is the only reader of the concatenation, so that XLA can write the new inputs over the old ones.
-    wide_BTI = lax.optimization_barrier(wide_BTI)
+    wide_BKJ = lax.optimization_barrier(wide_BKJ)
+
+    def tap(w: int) -> Array:
+        inputs_BKTI = wide_BKJ[..., w * channels : (w + T) * channels].reshape(B, K, T, channels)
+        return inputs_BKTI * weight_WKI[w][:, None]
+
     # The last tap, too, reads the concatenation: XLA would fuse the sum of projection and adapter into its product, and
     # round it otherwise than the input that later tokens read.
-    out_BTI = wide_BTI[:, W - 1 :] * weight_WI[-1]
+    out_BKTI = tap(W - 1)
     for w in range(W - 2, -1, -1):
-        out_BTI = out_BTI + wide_BTI[:, w : w + T] * weight_WI[w]
+        out_BKTI = out_BKTI + tap(w)
+    out_BTKI = out_BKTI.swapaxes(1, 2)
     if length_B is None:
-        return out_BTI, wide_BTI[:, T:].reshape(B, -1)
-    at_BW1 = (length_B[:, None] + jnp.arange(W - 1))[..., None]
-    return out_BTI, jnp.take_along_axis(wide_BTI, at_BW1, axis=1).reshape(B, -1)
+        return out_BTKI, wide_BKJ[..., T * channels :]
+    at_B1W1 = (length_B[:, None] + jnp.arange(W - 1))[:, None, :, None]
+    last_BKWI = jnp.take_along_axis(wide_BKJ.reshape(B, K, -1, channels), at_B1W1, axis=2)
+    return out_BTKI, last_BKWI.reshape(B, K, -1)
 
 
 def _mixed(
@@ -427,35 +442,31 @@ def _mixed(
       layer: leaves of the layer, see `param_shapes`.
       config: configuration of a model whose layers are all like this layer.
       project: applies the layer's projections.
-      convolve: function (inputs (B, T, I), weight (W, I)) -> (outputs, any second result).
+      convolve: function (inputs (B, T, K, I), weight (W, K, I)) -> (outputs, any second result).
       rule: function (queries, keys, values, decay, beta), with the shapes of `over_rows` -> (outputs, any second
         result).
     """
     sizes = config.delta
     assert sizes is not None
 
-    weight_WI = layer["delta_conv"].astype(h_BTD.dtype)[:, 0].T
-    mixed_BTI, inputs = convolve(project("delta_in", h_BTD), weight_WI)
-    mixed_BTI = jax.nn.silu(mixed_BTI)
-    keys = sizes.key_heads * sizes.key_dim
-    q, k, v = jnp.split(mixed_BTI, [keys, 2 * keys], axis=-1)
+    weight_WKI = jnp.moveaxis(layer["delta_conv"].astype(h_BTD.dtype), 2, 0)
+    mixed_BTKI, inputs = convolve(project("delta_in", h_BTD), weight_WKI)
+    mixed_BTKI = jax.nn.silu(mixed_BTKI)
+    q, k, v = jnp.split(mixed_BTKI, [sizes.key_dim, 2 * sizes.key_dim], axis=-1)
     B, T, _ = h_BTD.shape
     # A head of queries and keys serves value_heads / key_heads consecutive heads of values.
-    q_BTNH, k_BTNH = (
-        jnp.repeat(unit(x.reshape(B, T, -1, sizes.key_dim)), sizes.value_heads // sizes.key_heads, axis=2)
-        for x in (q, k)
-    )
+    q_BTNH, k_BTNH = (jnp.repeat(unit(x), sizes.value_heads // sizes.key_heads, axis=2) for x in (q, k))
     beta_BTN = jax.nn.sigmoid(project("delta_beta", h_BTD).astype(jnp.float32))
     speed_BTN = jax.nn.softplus(project("delta_decay", h_BTD).astype(jnp.float32) + layer["delta_shift"])
     decay_BTN = -jnp.exp(layer["delta_rate"].astype(jnp.float32)) * speed_BTN
     out_BTNU, state = rule(
         q_BTNH * sizes.key_dim**-0.5, k_BTNH, v.reshape(B, T, -1, sizes.value_dim), decay_BTN, beta_BTN
     )
-    gate_BTNU = project("delta_gate", h_BTD).reshape(out_BTNU.shape).astype(jnp.float32)
+    gate_BTNU = project("delta_gate", h_BTD).astype(jnp.float32)
     scale = lax.rsqrt(jnp.mean(out_BTNU * out_BTNU, axis=-1, keepdims=True) + config.norm_eps)
     out_BTNU = (out_BTNU * scale).astype(h_BTD.dtype) * layer["delta_norm"].astype(h_BTD.dtype)
     out_BTNU = (out_BTNU * jax.nn.silu(gate_BTNU)).astype(h_BTD.dtype)
-    return project("delta_out", out_BTNU.reshape(B, T, -1)), state, inputs
+    return project("delta_out", out_BTNU), state, inputs
 
 
 def _sum(letters: str, a: Array, b: Array) -> Array:

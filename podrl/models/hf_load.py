@@ -233,7 +233,7 @@ def _load_leaf(
         place = _place_whole(entry.shape, entry.order, dtype, target)
         return jax.block_until_ready(place(_to_devices(tensors[0], raw_sharding, staging)))
     stack = _zeros(entry.param.shape, dtype, target)()
-    place = _place_part(entry.shape, entry.stacked, entry.order, target)
+    place = _place_part(entry.shape, entry.stacked, entry.order, entry.sections, target)
     for index, tensor in zip(entry.places().values(), tensors, strict=True):
         raw = _to_devices(tensor, raw_sharding, staging)
         stack = jax.block_until_ready(place(stack, raw, np.asarray(index, np.int32)))
@@ -272,8 +272,12 @@ def _stored_sharding(entry: Entry, target: NamedSharding) -> NamedSharding:
         axes = [axes[0], *axes[2:]]
     elif entry.inputs:
         axes = [axes[dim] for dim in entry.order]
+        if entry.sections:
+            axes[0] = None  # a device's heads do not lie together
         cuts = (1, -1) if entry.whole else (-entry.inputs,)
         axes = [_merged(axes[a:b]) for a, b in zip((None, *cuts), (*cuts, None), strict=True)]
+    elif entry.sections:
+        axes = []
     elif len(entry.stored_shape) < len(axes):
         axes = [_merged(axes)]
     return NamedSharding(target.mesh, Spec(*axes))
@@ -310,15 +314,21 @@ def _zeros(shape: tuple[int, ...], dtype: np.dtype, target: NamedSharding):
 def _place_whole(shape: tuple[int, ...], order: tuple[int, ...], dtype: np.dtype, target: NamedSharding):
     return jax.jit(
         # Without the copy jax may return the input itself, whose memory can be the host's staging memory.
-        lambda raw: jnp.copy(to_leaf(raw, shape, order)).astype(dtype),
+        lambda raw: jnp.copy(to_leaf(raw, shape, order, ())).astype(dtype),
         out_shardings=target,
     )
 
 
 @functools.lru_cache(maxsize=64)
-def _place_part(shape: tuple[int, ...], stacked: tuple[int, ...], order: tuple[int, ...], target: NamedSharding):
+def _place_part(
+    shape: tuple[int, ...],
+    stacked: tuple[int, ...],
+    order: tuple[int, ...],
+    sections: tuple[int, ...],
+    target: NamedSharding,
+):
     def place(stack: Array, raw: Array, index: Array) -> Array:
-        value = to_leaf(raw, shape, order).astype(stack.dtype)
+        value = to_leaf(raw, shape, order, sections).astype(stack.dtype)
         start = [jnp.int32(0)] * stack.ndim
         for dim, at in zip(stacked, index, strict=True):
             start[dim] = at

@@ -135,6 +135,8 @@ class Entry:
         inputs.
       whole: True if the file has all experts of a layer in one tensor of three dimensions: the first of `order`, the
         product of those between the first and the last, and the last.
+      sections: widths of the parts of each head, of which the leaf holds one head after another; the file has the first
+        parts of all heads, then the second parts, and so on. () if the file has one head after another, too.
     """
 
     leaf: tuple[str, ...]
@@ -147,6 +149,7 @@ class Entry:
     alternating: bool = False
     permuted: tuple[int, ...] = ()
     whole: bool = False
+    sections: tuple[int, ...] = ()
 
     def unstacked(self, values: Sequence[Any]) -> tuple[Any, ...]:
         """Selects, from one value per dimension of the leaf, the values of the dimensions that are not stacked."""
@@ -170,6 +173,9 @@ class Entry:
         if self.alternating:
             experts, _, *middle, last = self.shape
             return experts, *middle, 2 * last
+        if self.sections and not self.inputs:  # taps of a convolution
+            heads, width, taps = self.shape
+            return heads * width, 1, taps
         if not self.inputs:
             flat = self.leaf[-1].endswith(("_bias", "q_norm", "k_norm")) and not self.leaf[-1].startswith("expert")
             return (math.prod(self.shape),) if flat else self.shape
@@ -196,14 +202,29 @@ class Entry:
         return part_of(self.stacked, index, len(self.param.shape))
 
 
-def to_leaf(raw: Any, shape: Sequence[int], order: Sequence[int]) -> Any:
-    """Converts a stored tensor to its part of the leaf, of shape `shape`; `order` is `Entry.order`."""
+def to_leaf(raw: Any, shape: Sequence[int], order: Sequence[int], sections: Sequence[int]) -> Any:
+    """Converts a stored tensor to its part of the leaf, of shape `shape`; see `Entry.order` and `Entry.sections`."""
+    if sections:
+        raw = raw[_rows_by_head(len(raw), sections)]
     return raw.reshape([shape[dim] for dim in order]).transpose(np.argsort(order))
 
 
-def to_stored(part: Any, order: Sequence[int], stored_shape: Sequence[int]) -> Any:
+def to_stored(part: Any, order: Sequence[int], sections: Sequence[int], stored_shape: Sequence[int]) -> Any:
     """Converts a part of a leaf to its stored tensor: the inverse of `to_leaf`."""
-    return part.transpose(order).reshape(stored_shape)
+    stored = part.transpose(order).reshape(stored_shape)
+    return stored[np.argsort(_rows_by_head(len(stored), sections))] if sections else stored
+
+
+def _rows_by_head(rows: int, sections: Sequence[int]) -> np.ndarray:
+    """Returns the row of a stored tensor that belongs to each row of a tensor with one head after another."""
+    heads = rows // sum(sections)
+    starts = [heads * sum(sections[:s]) for s in range(len(sections))]
+    by_head = [
+        start + head * width + np.arange(width)
+        for head in range(heads)
+        for start, width in zip(starts, sections, strict=True)
+    ]
+    return np.concatenate(by_head)
 
 
 def part_of(stacked: Sequence[int], index: Sequence[Any], ndim: int) -> tuple[Any, ...]:
@@ -235,7 +256,7 @@ def entries(config: ModelConfig, *, adapters: bool = False) -> list[Entry]:
     for k, stack in enumerate(stacks_of(specs["layers"], config)):
         for key, param in stack.items():
             if is_adapter(key) == adapters:
-                entry = _expert_entry(key, param, config) or _layer_entry(key, param, config)
+                entry = _expert_entry(key, param, config) or _layer_entry(key, param, config.alike()[k])
                 if config.kinds:
                     leaf = ("layers", config.kinds[k].name, key)
                     entry = dataclasses.replace(entry, leaf=leaf, layers=config.layers_of(k))
@@ -282,7 +303,9 @@ def _expert_entry(key: str, param: Param, config: ModelConfig) -> Entry | None:
 
 def _layer_entry(key: str, param: Param, config: ModelConfig) -> Entry:
     name, inputs = _layer_name(key, config)
-    return Entry(("layers", key), name, (0,), param, inputs)
+    by_head = config.delta is not None and key in ("delta_in", "delta_in_lora_b", "delta_conv")
+    sections = config.delta.sections if config.delta is not None and by_head else ()
+    return Entry(("layers", key), name, (0,), param, inputs, sections=sections)
 
 
 def _layer_name(key: str, config: ModelConfig) -> tuple[str, int]:

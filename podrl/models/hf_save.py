@@ -151,9 +151,9 @@ def _stored(params: PyTree, entry: Entry, index: tuple[int, ...], dtype: np.dtyp
         )
     if not isinstance(leaf, jax.Array):
         value = np.asarray(leaf[entry.part(index)]).astype(dtype)
-        return np.ascontiguousarray(to_stored(value, entry.order, entry.stored_shape))
+        return np.ascontiguousarray(to_stored(value, entry.order, entry.sections, entry.stored_shape))
     sharding = NamedSharding(leaf.sharding.mesh, Spec()) if isinstance(leaf.sharding, NamedSharding) else None
-    take = _taking(entry.stored_shape, entry.stacked, entry.order, dtype, sharding)
+    take = _taking(entry.stored_shape, entry.stacked, entry.order, entry.sections, dtype, sharding)
     gathered = take(leaf, np.asarray(index, np.int32))
     return np.asarray(gathered.addressable_data(0))
 
@@ -163,6 +163,7 @@ def _taking(
     stored_shape: tuple[int, ...],
     stacked: tuple[int, ...],
     order: tuple[int, ...],
+    sections: tuple[int, ...],
     dtype: np.dtype,
     sharding: NamedSharding | None,
 ):
@@ -170,6 +171,6 @@ def _taking(
 
     def take(leaf: Array, index: Array) -> Array:
         value = leaf[part_of(stacked, list(index), leaf.ndim)].astype(dtype)
-        return to_stored(value, order, stored_shape)
+        return to_stored(value, order, sections, stored_shape)
 
     return jax.jit(take, out_shardings=sharding)

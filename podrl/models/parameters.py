@@ -43,12 +43,12 @@ EINSUMS = {
     "gate": ("BTD,DF->BTF", "DF", ("embed", "mlp")),
     "up": ("BTD,DF->BTF", "DF", ("embed", "mlp")),
     "down": ("BTF,FD->BTD", "FD", ("mlp", "embed")),
-    # Linear attention, which is not cut over tensor: I channels of the convolution, U outputs, N heads of values.
-    "delta_in": ("BTD,DI->BTI", "DI", ("embed", "norm")),
-    "delta_gate": ("BTD,DU->BTU", "DU", ("embed", "norm")),
-    "delta_beta": ("BTD,DN->BTN", "DN", ("embed", "norm")),
-    "delta_decay": ("BTD,DN->BTN", "DN", ("embed", "norm")),
-    "delta_out": ("BTU,UD->BTD", "UD", ("norm", "embed")),
+    # Linear attention: K heads of keys with I channels of the convolution each, N heads of values of width U.
+    "delta_in": ("BTD,DKI->BTKI", "DKI", ("embed", "heads", "head_dim")),
+    "delta_gate": ("BTD,DNU->BTNU", "DNU", ("embed", "heads", "head_dim")),
+    "delta_beta": ("BTD,DN->BTN", "DN", ("embed", "heads")),
+    "delta_decay": ("BTD,DN->BTN", "DN", ("embed", "heads")),
+    "delta_out": ("BTNU,NUD->BTD", "NUD", ("heads", "head_dim", "embed")),
 }
 
 
@@ -106,8 +106,8 @@ def _layer_specs(config: ModelConfig) -> dict[str, Param]:
         "H": config.head_dim,
         "F": config.ffn_dim,
     }
-    if config.delta is not None:
-        size |= {"I": config.delta.channels, "U": config.delta.outputs, "N": config.delta.value_heads}
+    if (linear := config.delta) is not None:
+        size |= {"K": linear.key_heads, "I": linear.head_channels, "N": linear.value_heads, "U": linear.value_dim}
     layers: dict[str, Param] = {}
 
     def layer(name: str, shape: tuple[int, ...], axes: tuple[str, ...], std: float, dtype: str = ""):

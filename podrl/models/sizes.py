@@ -145,10 +145,10 @@ def _qwen3_moe(dim: int, expert: int, layers: int, heads: int) -> ModelFields:
     }
 
 
-def _qwen35_moe(dim: int, expert: int, layers: int, heads: int, kv_heads: int) -> ModelFields:
-    """Fields of a Qwen 3.5 with 256 experts, of which 8 compute each token, and a shared one, all of the same width."""
+def _qwen35(dim: int, layers: int, heads: int, kv_heads: int, **more: Any) -> ModelFields:
+    """Fields that the Qwen 3.5 models with and without experts share; `more` are the other fields of a size."""
     return {
-        "model_type": "qwen3_5_moe_text",
+        "model_type": "qwen3_5_text",
         "vocab_size": 248_320,
         "hidden_size": dim,
         "num_hidden_layers": layers,
@@ -159,11 +159,23 @@ def _qwen35_moe(dim: int, expert: int, layers: int, heads: int, kv_heads: int) -
         "max_position_embeddings": 262_144,
         "rms_norm_eps": 1e-6,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10_000_000.0, "partial_rotary_factor": 0.25},
-        "num_experts": 256,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": expert,
-        "shared_expert_intermediate_size": expert,
+        **more,
     }
+
+
+def _qwen35_moe(dim: int, expert: int, layers: int, heads: int, kv_heads: int) -> ModelFields:
+    """Fields of a Qwen 3.5 with 256 experts, of which 8 compute each token, and a shared one, all of the same width."""
+    experts = {"num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": expert}
+    experts |= {"model_type": "qwen3_5_moe_text", "shared_expert_intermediate_size": expert}
+    return _qwen35(dim, layers, heads, kv_heads, **experts)
+
+
+def _qwen35_dense(
+    dim: int, ffn: int, layers: int, heads: int, kv_heads: int, value_heads: int, *, tied: bool
+) -> ModelFields:
+    """Fields of a Qwen 3.5 without experts; `value_heads` counts the heads of its linear attention."""
+    fields = {"intermediate_size": ffn, "linear_num_value_heads": value_heads, "tie_word_embeddings": tied}
+    return _qwen35(dim, layers, heads, kv_heads, **fields)
 
 
 def _olmo3(dim: int, ffn: int, layers: int, heads: int, kv_heads: int) -> ModelFields:
@@ -283,6 +295,11 @@ SIZES: Mapping[str, ModelFields] = {
     "qwen3-32b": _qwen3(5120, 25_600, 64, 64, tied=False),
     "qwen3-30b-a3b": _qwen3_moe(2048, 768, 48, 32),
     "qwen3-235b-a22b": _qwen3_moe(4096, 1536, 94, 64),
+    "qwen3.5-0.8b": _qwen35_dense(1024, 3584, 24, 8, 2, 16, tied=True),
+    "qwen3.5-2b": _qwen35_dense(2048, 6144, 24, 8, 2, 16, tied=True),
+    "qwen3.5-4b": _qwen35_dense(2560, 9216, 32, 16, 4, 32, tied=True),
+    "qwen3.5-9b": _qwen35_dense(4096, 12_288, 32, 16, 4, 32, tied=False),
+    "qwen3.5-27b": _qwen35_dense(5120, 17_408, 64, 24, 4, 48, tied=False),
     "qwen3.5-35b-a3b": _qwen35_moe(2048, 512, 40, 16, 2),
     "gpt-oss-20b": _gpt_oss(32, 24),
 }

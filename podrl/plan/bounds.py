@@ -30,10 +30,10 @@ def least_bytes(side: str, setting: Setting) -> float:
         width = alike.model_dim + alike.ple_dim
         if training.remat in ("none", "dots"):
             heads = alike.num_heads + (0 if alike.reuses_keys else 2 * alike.num_kv_heads)
-            mixed, linear = heads * alike.head_dim / tensor, alike.delta
-            if linear is not None:  # not cut over tensor
+            mixed = heads * alike.head_dim
+            if (linear := alike.delta) is not None:
                 mixed = linear.channels + linear.outputs
-            width += mixed + 2 * alike.active_ffn_dim / tensor
+            width += (mixed + 2 * alike.active_ffn_dim) / tensor
         kept += alike.num_layers * width
     activations = tokens * kept * jnp.dtype(training.dtype).itemsize
     return device_bytes((state, frozen, setting.reference_params(mesh))) + activations

@@ -229,7 +229,7 @@ def _decode_work(setting: Setting, mesh: Mesh, steps: int, lanes: float) -> Hand
 
     The table of per-layer embeddings is not counted, because a token reads one row of it. Along the axis expert a chip
     reads and computes its own experts, for the lanes of all chips along the axis. States of linear attention are read
-    and written once per step; they are not sharded over tensor.
+    and written once per step.
     """
     model, job = setting.rollout_model, setting.job
     tensor, spread = mesh.shape["tensor"], mesh.shape.get("expert", 1)
@@ -249,7 +249,7 @@ def _decode_work(setting: Setting, mesh: Mesh, steps: int, lanes: float) -> Hand
     states = inputs = 0
     for m in (m for m in model.alike() if m.delta is not None):
         state, read = map(math.prod, delta.memory_shapes(m))
-        states, inputs = states + m.num_layers * state, inputs + m.num_layers * read
+        states, inputs = states + m.num_layers * state / tensor, inputs + m.num_layers * read / tensor
     linear = 7 * states * lanes  # two sums over the state, its decay, and its change
     # The factor 2 is for reading and writing states and inputs; states are float32.
     moved = 2 * lanes * (4 * states + item * inputs)

@@ -111,8 +111,8 @@ QWEN3_5 = {
     ("mesh", "layers"),
     [
         ("fsdp=2", 16),
+        ("tensor=2", 4),
         pytest.param("data=1", 4, marks=[FORMS, pytest.mark.slow]),
-        pytest.param("tensor=2", 4, marks=[FORMS, pytest.mark.slow]),
         pytest.param("data=2,fsdp=2,tensor=2", 16, marks=[FORMS, pytest.mark.slow]),
     ],
 )

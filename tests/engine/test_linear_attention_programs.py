@@ -38,10 +38,10 @@ CONFIG = RolloutConfig(
 )
 
 
-@pytest.mark.parametrize("layers", [4, 16], ids=["unrolled", "scanned"])
-def test_no_step_of_decoding_copies_the_states(layers):
+@pytest.mark.parametrize(("layers", "parts"), [(4, 1), (16, 1), (16, 2)], ids=["unrolled", "scanned", "tensor"])
+def test_no_step_of_decoding_copies_the_states(layers, parts):
     model = config_from_hf({**QWEN3_5, "num_hidden_layers": layers})
-    mesh = make_mesh("data=1", jax.devices()[:1])
+    mesh = make_mesh(f"tensor={parts}", jax.devices()[:parts])
     engine = Engine(model, mesh, engine_shape(CONFIG, 1, recurrent=True), np.dtype("float32"))
     assert engine.unrolled == (layers == 4)
     programs = engine.programs(parameters.abstract_params(model, mesh, np.dtype("float32")))
@@ -49,6 +49,7 @@ def test_no_step_of_decoding_copies_the_states(layers):
     generate = next(p for p in programs if p.name == "generate")
     text = generate.jitted.lower(*generate.args).compile().as_text()
     for memory in engine.memories():
-        array = re.escape(f"f32[{','.join(map(str, memory.shape))}]")
+        array = re.escape(f"f32[{','.join(map(str, memory.sharding.shard_shape(memory.shape)))}]")
         assert re.search(rf"= {array}\S* fusion\(|= {array}\S* dynamic-update-slice\(", text)
         assert not re.search(rf"= {array}\S* copy\(", text)
+        assert memory.sharding.shard_shape(memory.shape)[2] == memory.shape[2] // parts  # each device has its heads

@@ -106,16 +106,17 @@ def test_gradients_are_those_of_tokens_one_by_one():
 
 def test_the_convolution_reads_through_shared_beginnings():
     segment_BT, prefix_BT = layout()
-    x_BTI, weight_WI = jax.random.normal(jax.random.key(0), (3, 40, 4)), jax.random.normal(jax.random.key(1), (4, 4))
+    x_BTKI = jax.random.normal(jax.random.key(0), (3, 40, 2, 4))
+    weight_WKI = jax.random.normal(jax.random.key(1), (4, 2, 4))
     previous_BT = delta.previous(jnp.asarray(segment_BT), jnp.asarray(prefix_BT))
-    out_BTI = np.asarray(jax.jit(delta.convolve)(x_BTI, weight_WI, previous_BT))
+    out_BTKI = np.asarray(jax.jit(delta.convolve)(x_BTKI, weight_WKI, previous_BT))
     for b, parts in enumerate(ROWS):
         at = {n: np.flatnonzero(segment_BT[b] == n) for n in range(1, len(parts) + 1)}
         for number, (size, prefix) in enumerate(parts, 1):
             where = [*at.get(prefix, []), *at[number]]
-            line = np.pad(np.asarray(x_BTI[b])[where], ((3, 0), (0, 0)))
-            want = sum(line[w : w + len(where)] * np.asarray(weight_WI)[w] for w in range(4))
-            np.testing.assert_allclose(out_BTI[b][at[number]], want[-size:], atol=1e-5)
+            line = np.pad(np.asarray(x_BTKI[b])[where], ((3, 0), (0, 0), (0, 0)))
+            want = sum(line[w : w + len(where)] * np.asarray(weight_WKI)[w] for w in range(4))
+            np.testing.assert_allclose(out_BTKI[b][at[number]], want[-size:], atol=1e-5)
 
 
 @pytest.fixture(scope="module")
@@ -211,15 +212,24 @@ def test_every_mesh_without_seq_computes_what_one_device_does(model, mesh):
     mesh = build.make_mesh(mesh, jax.devices()[:4])
     tokens_BT = jnp.arange(64).reshape(4, 16) % model.config.vocab_size
     position_BT = jnp.broadcast_to(jnp.arange(16), (4, 16))
-    run = jax.jit(
-        lambda params, mesh: decoder.hidden(
-            params, tokens_BT, jnp.ones_like(tokens_BT), position_BT, model.config, mesh=mesh
-        ),
-        static_argnums=1,
-    )
+
+    def output(params, mesh):
+        return decoder.hidden(params, tokens_BT, jnp.ones_like(tokens_BT), position_BT, model.config, mesh=mesh)
+
+    run = jax.jit(jax.value_and_grad(lambda params, mesh: jnp.sum(output(params, mesh) ** 2)), static_argnums=1)
     shapes = parameters.abstract_params(model.config, mesh, jnp.dtype(jnp.float32))
     params = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), model.params, shapes)
-    np.testing.assert_allclose(run(params, mesh), run(model.params, None), atol=1e-4)
+    np.testing.assert_allclose(jax.jit(output, static_argnums=1)(params, mesh), output(model.params, None), atol=1e-4)
+    (value, grads), (want, wanted) = run(params, mesh), run(model.params, None)
+    assert value == pytest.approx(float(want), rel=1e-5)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-4 * float(jnp.max(jnp.abs(y)))), grads, wanted)
+
+
+def test_heads_of_linear_attention_are_cut_over_tensor(model):
+    mesh = build.make_mesh("tensor=2", jax.devices()[:2])
+    stack = parameters.abstract_params(model.config, mesh, jnp.dtype(jnp.float32))["layers"]["linear"]
+    whole = {name for name, x in stack.items() if x.sharding.is_fully_replicated}
+    assert {name for name in whole if name.startswith("delta_")} == {"delta_norm"}  # one norm for all heads
 
 
 def test_memory_of_a_sequence_in_the_published_35b_a3b_is_61_mib(model):

@@ -118,8 +118,9 @@ MIXTRAL_8X7B = {
     "use_cache": True,
     "vocab_size": 32000,
 }
-# The text part of the published config.json of Qwen3.5-35B-A3B; the file also has a part for images.
-QWEN35_35B = {
+# Fields that the text parts of the published files of Qwen 3.5 share, with and without experts; the files also have a
+# part for images.
+QWEN35 = {
     "attention_bias": False,
     "attention_dropout": 0.0,
     "attn_output_gate": True,
@@ -128,27 +129,15 @@ QWEN35_35B = {
     "full_attention_interval": 4,
     "head_dim": 256,
     "hidden_act": "silu",
-    "hidden_size": 2048,
     "initializer_range": 0.02,
-    "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 10,
     "linear_conv_kernel_dim": 4,
     "linear_key_head_dim": 128,
     "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
     "linear_value_head_dim": 128,
     "mamba_ssm_dtype": "float32",
     "max_position_embeddings": 262144,
-    "mlp_only_layers": [],
-    "model_type": "qwen3_5_moe_text",
-    "moe_intermediate_size": 512,
     "mtp_num_hidden_layers": 1,
     "mtp_use_dedicated_embeddings": False,
-    "num_attention_heads": 16,
-    "num_experts": 256,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 40,
-    "num_key_value_heads": 2,
-    "output_router_logits": False,
     "rms_norm_eps": 1e-06,
     "rope_parameters": {
         "mrope_interleaved": True,
@@ -157,11 +146,57 @@ QWEN35_35B = {
         "rope_theta": 10000000,
         "rope_type": "default",
     },
-    "router_aux_loss_coef": 0.001,
-    "shared_expert_intermediate_size": 512,
-    "tie_word_embeddings": False,
     "use_cache": True,
     "vocab_size": 248320,
+}
+
+
+def _qwen35(layers: int, **fields: object) -> dict:
+    return QWEN35 | {
+        "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * (layers // 4),
+        "num_hidden_layers": layers,
+        **fields,
+    }
+
+
+QWEN35_35B = _qwen35(
+    40,
+    hidden_size=2048,
+    linear_num_value_heads=32,
+    mlp_only_layers=[],
+    model_type="qwen3_5_moe_text",
+    moe_intermediate_size=512,
+    num_attention_heads=16,
+    num_experts=256,
+    num_experts_per_tok=8,
+    num_key_value_heads=2,
+    output_router_logits=False,
+    router_aux_loss_coef=0.001,
+    shared_expert_intermediate_size=512,
+    tie_word_embeddings=False,
+)
+
+
+def _qwen35_dense(layers: int, dim: int, ffn: int, heads: int, kv_heads: int, value_heads: int, tied: bool) -> dict:
+    return _qwen35(
+        layers,
+        hidden_size=dim,
+        intermediate_size=ffn,
+        linear_num_value_heads=value_heads,
+        mlp_only_layers=[],
+        model_type="qwen3_5_text",
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        tie_word_embeddings=tied,
+    )
+
+
+QWEN35_DENSE = {
+    "qwen3.5-0.8b": _qwen35_dense(24, 1024, 3584, 8, 2, 16, tied=True),
+    "qwen3.5-2b": _qwen35_dense(24, 2048, 6144, 8, 2, 16, tied=True),
+    "qwen3.5-4b": _qwen35_dense(32, 2560, 9216, 16, 4, 32, tied=True),
+    "qwen3.5-9b": _qwen35_dense(32, 4096, 12288, 16, 4, 32, tied=False),
+    "qwen3.5-27b": _qwen35_dense(64, 5120, 17408, 24, 4, 48, tied=False),
 }
 # The text part of the published config.json of Gemma 4 26B-A4B.
 GEMMA4_26B = {
@@ -323,6 +358,25 @@ def test_the_published_fields_of_qwen35_with_experts_are_read():
     assert config.patterns() == ((((1, 3), (0, 1)), 10),) and config.recurrent and config.norm_plus_one
     assert moe.route_bytes(config) == 2 * 40 * 8  # with 256 or more experts a route takes two bytes
     assert config_from_hf(config_to_hf(config)) == config
+
+
+@pytest.mark.parametrize("name", QWEN35_DENSE)
+def test_the_published_fields_of_qwen35_without_experts_are_read(name):
+    raw = QWEN35_DENSE[name]
+    images = {"model_type": "qwen3_5", "image_token_id": 248056, "vision_config": {"depth": 12}}
+    config = config_from_hf(images | {"text_config": raw, "tie_word_embeddings": raw["tie_word_embeddings"]})
+    assert config == config_of(name) == config_from_hf(raw)
+    assert config.patterns() == ((((1, 3), (0, 1)), raw["num_hidden_layers"] // 4),) and config.experts is None
+    assert config.recurrent and config.norm_plus_one and config.rotary_dim == 64
+    assert config_from_hf(config_to_hf(config)) == config
+
+
+def test_a_changed_field_of_a_qwen35_without_experts_is_honoured_or_refused():
+    same = changed_without_effect(QWEN35_DENSE["qwen3.5-27b"])
+    # layer_types overrides the interval; without experts and windows their fields mean nothing.
+    experts = {"decoder_sparse_step", "num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"}
+    windows = {"max_window_layers", "use_sliding_window", "sliding_window"}
+    assert same <= experts | windows | {"full_attention_interval", "shared_expert_intermediate_size"}, same
 
 
 # The published config.json of gpt-oss-20b.
@@ -565,6 +619,11 @@ def test_published_sizes_survive_a_round_trip(name):
         ("qwen3-32b", 32_762_123_264),
         ("qwen3-30b-a3b", 30_532_122_624),
         ("qwen3-235b-a22b", 235_093_634_560),
+        ("qwen3.5-0.8b", 752_393_024),
+        ("qwen3.5-2b", 1_881_825_088),
+        ("qwen3.5-4b", 4_205_751_296),
+        ("qwen3.5-9b", 8_953_803_264),
+        ("qwen3.5-27b", 26_895_998_464),
         ("qwen3.5-35b-a3b", 34_660_610_688),
         ("gpt-oss-20b", 20_914_757_184),
         ("glm-4.5-air", 106_852_251_264),
