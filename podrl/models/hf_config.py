@@ -208,9 +208,9 @@ def config_from_hf(raw: JsonObject, *, where: str = "config.json") -> ModelConfi
     read = {k: v for k, v in fields.items() if reads(name, k)}
     known = {**family.defaults, **{k: v for k, v in read.items() if v is not None}}
 
-    def need(key: str) -> Any:
+    def need(key: str, condition: str = "") -> Any:
         if key not in known:
-            raise ValueError(f"{where} lacks {key}, which a {name} model needs.")
+            raise ValueError(f"{where} lacks {key}, which a {name} model{condition} needs.")
         return known[key]
 
     heads, model_dim, layers = need("num_attention_heads"), need("hidden_size"), need("num_hidden_layers")
@@ -243,7 +243,7 @@ def config_from_hf(raw: JsonObject, *, where: str = "config.json") -> ModelConfi
     )
     if known.get("enable_moe_block"):  # a Gemma 4 with experts
         for key in ("num_experts", "top_k_experts", "moe_intermediate_size"):
-            need(key)
+            need(key, " with enable_moe_block")
     experts = _experts(name, known, where)
     narrow = name == "qwen3_5_moe" and "intermediate_size" not in known  # no layer has a dense feed-forward
     query_scale = 1.0 if name == "gemma4" else head_dim**-0.5

@@ -240,6 +240,20 @@ GEMMA4_26B = {
     "vocab_size": 262144,
     "vocab_size_per_layer_input": 262144,
 }
+# The text part of Gemma 4 31B.
+GEMMA4_31B = GEMMA4_26B | {
+    "enable_moe_block": False,
+    "hidden_size": 5376,
+    "intermediate_size": 21504,
+    "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 10,
+    "moe_intermediate_size": None,
+    "num_attention_heads": 32,
+    "num_experts": None,
+    "num_global_key_value_heads": 4,
+    "num_hidden_layers": 60,
+    "num_key_value_heads": 16,
+    "top_k_experts": None,
+}
 # The text parts of Gemma 4 E2B and E4B.
 GEMMA4_E4B = GEMMA4_26B | {
     "attention_k_eq_v": False,
@@ -331,6 +345,17 @@ def test_the_published_fields_of_gemma4_with_experts_are_read():
         config_from_hf(GEMMA4_26B | {"top_k_experts": 500})
 
 
+def test_the_published_fields_of_gemma4_31b_are_read():
+    config = config_from_hf(
+        {"model_type": "gemma4", "vision_config": {"num_hidden_layers": 27}, "text_config": GEMMA4_31B}
+    )
+    assert config == config_of("gemma4-31b") == config_from_hf(config_to_hf(config)) and config.experts is None
+    assert config.patterns() == ((((0, 5), (1, 1)), 10),)
+    within, across = config.alike()
+    assert (within.num_kv_heads, within.head_dim, across.num_kv_heads, across.head_dim) == (16, 256, 4, 512)
+    assert across.key_is_value and not within.key_is_value
+
+
 def test_the_published_fields_of_small_gemma4_are_read():
     both = {"model_type": "gemma4", "audio_config": {}, "vision_config": {"num_hidden_layers": 16}}
     wide, narrow = (config_from_hf(both | {"text_config": raw}) for raw in (GEMMA4_E2B, GEMMA4_E4B))
@@ -342,12 +367,15 @@ def test_the_published_fields_of_small_gemma4_are_read():
     assert [(alike.head_dim, alike.windows()[0]) for alike in narrow.alike()[2:]] == [(256, 512), (512, GLOBAL_WINDOW)]
 
 
-@pytest.mark.parametrize("raw", [GEMMA4_E2B, GEMMA4_E4B], ids=["e2b", "e4b"])
-def test_a_changed_field_of_a_small_gemma4_is_honoured_or_refused(raw):
+@pytest.mark.parametrize("raw", [GEMMA4_31B, GEMMA4_E2B, GEMMA4_E4B], ids=["31b", "e2b", "e4b"])
+def test_a_changed_field_of_a_dense_gemma4_is_honoured_or_refused(raw):
     more = {"hidden_size_per_layer_input": 128, "vocab_size_per_layer_input": 7, "num_kv_shared_layers": 12}
     more |= {"num_key_value_heads": 4, "use_double_wide_mlp": not raw["use_double_wide_mlp"]}
     same = changed_without_effect(raw, **more)
-    assert same <= {"use_sliding_window", "top_k_experts", "num_experts", "moe_intermediate_size"}, same
+    unused = {"use_sliding_window", "top_k_experts", "num_experts", "moe_intermediate_size"}
+    if raw is GEMMA4_31B:  # no layer shares keys, and there is no second table of embeddings
+        unused |= {"use_double_wide_mlp", "vocab_size_per_layer_input"}
+    assert same <= unused, same
 
 
 def test_the_published_fields_of_qwen35_with_experts_are_read():
