@@ -14,6 +14,7 @@ BENCHES = (
         "compiles",
         "decode",
         "device",
+        "experts",
         "front",
         "grpo",
         "kernels",

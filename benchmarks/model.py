@@ -15,6 +15,13 @@ def add_options(parser: argparse.ArgumentParser, **sizes: int) -> None:
     parser.add_argument("--size", default="", help="a published size (podrl/models/sizes.py) in the place of these:")
     for name, default in (SMALL | sizes).items():
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument(
+        "--experts",
+        type=_experts,
+        default=None,
+        metavar="COUNT:CHOSEN",
+        help="experts of each layer, and how many of them compute a token; these are together as wide as --ffn",
+    )
     parser.add_argument("--window", type=int, default=4096, help="attention window of every other layer")
     parser.add_argument("--lora_rank", type=int, default=0)
     parser.add_argument("--devices", type=int, default=8, help="faked CPU devices where there is no accelerator")
@@ -41,9 +48,9 @@ def _published(args: argparse.Namespace) -> Any:
 
 
 def _like_gemma2(args: argparse.Namespace) -> Any:
-    from podrl.models.config import gemma2_config
+    from podrl.models.config import Experts, gemma2_config
 
-    return gemma2_config(
+    model = gemma2_config(
         vocab_size=args.vocab,
         num_layers=args.layers,
         model_dim=args.dim,
@@ -53,6 +60,15 @@ def _like_gemma2(args: argparse.Namespace) -> Any:
         head_dim=args.head_dim,
         window=args.window,
     )
+    if args.experts is None:
+        return model
+    count, chosen = args.experts
+    return dataclasses.replace(model, experts=Experts(count, chosen, args.ffn // chosen))
+
+
+def _experts(text: str) -> tuple[int, int]:
+    count, _, chosen = text.partition(":")
+    return int(count), int(chosen)
 
 
 def number_range(text: str) -> tuple[int, int]:

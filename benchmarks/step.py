@@ -14,7 +14,7 @@ from benchmarks import sequence
 from benchmarks.model import add_options, fake_devices, model_of, number_range
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks step", description=__doc__)
     add_options(parser)
     parser.add_argument("--prompts", type=int, default=16)
@@ -48,7 +48,7 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
       FLOP/s over the mesh), peak_flops (the vendor's for bfloat16, 0 where it is not known), peak_bytes (of one device
       in the compiled update), compiles (programs built after the first update), and the shapes used.
     """
-    args = _parser().parse_args(argv)
+    args = make_parser().parse_args(argv)
     if args.seq:
         return sequence.count(args)
     fake_devices(args.devices)
@@ -77,7 +77,8 @@ class _Update:
     frozen: Any
 
 
-def _make_update(args: argparse.Namespace) -> _Update:
+def make_update(args: argparse.Namespace) -> _Update:
+    """Compiles nothing yet: builds the programs, a random state and the batches of an update."""
     import jax
 
     from podrl.algorithms.policy_loss import KLLossSettings, PolicyLoss
@@ -136,7 +137,7 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
     from podrl.models import parameters
     from podrl.models.sizes import parameter_count
 
-    job = _make_update(args)
+    job = make_update(args)
     samples, placements, state = job.samples, job.placements, job.state
     memory = job.train_step.lower(state, job.frozen, job.batches[0]).compile().memory_analysis()
     seconds, scoring, processor, compiles = [], [], [], []

@@ -20,6 +20,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, UInt8
 
 from podrl.mesh import build, rules
+from podrl.models import tiles
 from podrl.models.config import EXPERT_PROJECTIONS, Experts, ModelConfig, quant_groups
 from podrl.types import PyTree
 
@@ -30,7 +31,6 @@ UNKNOWN = 0  # entry of a route for which no expert is recorded; expert e is rec
 _LEAST, _MOST = 8, 128  # bounds of the rows in a block: with fewer, reads of weights dominate; with more, padding does
 _BIASES = ("expert_in_bias", "expert_out_bias")
 _LIMIT, _GAIN = 7.0, 1.702  # constants of the activation 'clamped_silu', see `gated`
-_TILE = 512  # rows of a tile of the TPU kernel; the number of rows is padded to a multiple of it
 
 # name: (shape letters, logical axes)
 _WEIGHTS = {
@@ -471,7 +471,7 @@ def _apply(
 def _plan(expert_Xk: Array, form: _Form) -> _SortedRows:
     count, parts = form.experts, form.parts
     if form.tpu:
-        return _sort(expert_Xk, count, 1, -(-expert_Xk.size // _TILE) * _TILE, parts > 1)
+        return _sort(expert_Xk, count, 1, -(-expert_Xk.size // tiles.ROWS) * tiles.ROWS, parts > 1)
     block = _LEAST
     while 4 * block * count * parts <= expert_Xk.size and block < _MOST:
         block *= 2
@@ -611,7 +611,7 @@ def _forward(
     plan = _plan(expert_Xk, form)
     x_PD = plan.rows(x_XD)
     if form.tpu:
-        y_PD = _outputs(_kernels(plan, leaves, first, x_XD.dtype)[0], leaves, x_PD, form)
+        y_PD = _outputs(_kernels(plan, leaves, first, x_XD.dtype, form)[0], leaves, x_PD, form)
     else:
         block = x_PD.shape[0] // plan.block_N.shape[0]
 
@@ -632,7 +632,7 @@ def _backward(form: _Form, saved: tuple, dout_XD: Array) -> tuple:
     x_PD, dy_PD = plan.rows(x_XD), plan.rows(dout_XD.astype(x_XD.dtype))
     weight_P = plan.spread(weight_Xk).astype(x_XD.dtype)
     if form.tpu:
-        products, outer = _kernels(plan, leaves, first, x_XD.dtype)
+        products, outer = _kernels(plan, leaves, first, x_XD.dtype, form)
         dx_PD, dweight_P, factors = _gradients(products, leaves, x_PD, dy_PD, weight_P[:, None], form)
         parts: dict[str, list[Array]] = {}
         for name, _, left, right in factors:
@@ -676,14 +676,14 @@ def _outer(a_MX: Array, b_MY: Array) -> Float[Array, "X Y"]:
     return lax.dot_general(a_MX, b_MY, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
 
 
-def _tile(size: int) -> int:
-    """Returns the largest tile size that divides a dimension; if none does, at most 128, and the kernel masks the
-    rest."""
-    return next((tile for tile in (1024, 768, 512, 384, 256, 128) if size % tile == 0), min(128, size))
-
-
 def _kernels(
-    plan: _SortedRows, leaves: Mapping[str, Array], first: int | Array, dtype: DTypeLike, *, interpret: bool = False
+    plan: _SortedRows,
+    leaves: Mapping[str, Array],
+    first: int | Array,
+    dtype: DTypeLike,
+    form: _Form,
+    *,
+    interpret: bool = False,
 ) -> tuple[_Products, Callable[[Array | None, Array], Array]]:
     """Builds the TPU products: of rows with a leaf's matrices, and outer products of rows summed by expert.
 
@@ -695,6 +695,7 @@ def _kernels(
     from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 
     count = plan.count_E.shape[0]
+    rows = plan.token_P.shape[0] / (count * form.parts)  # of an expert, on average
 
     def dense(name: str) -> tuple[Array, int | Array]:
         if f"{name}_scale" not in leaves:
@@ -709,14 +710,14 @@ def _kernels(
         place_E = (begin + jnp.arange(count)) * stride + offset
         size_N = jnp.zeros(len(w_NXY), jnp.int32).at[place_E].set(plan.count_E)
         x, y = w_NXY.shape[1:][:: -1 if transposed else 1]
-        tiling = (_TILE, _tile(x), _tile(y))
+        tiling = tiles.for_rows(rows, x, y, a_PX.dtype.itemsize)
         return gmm(a_PX, w_NXY, size_N, a_PX.dtype, tiling, transpose_rhs=transposed, interpret=interpret)
 
     def outer(a_PX: Array | None, b_PY: Array) -> Array:
         if a_PX is None:
             mine_PE = plan.live_P[:, None] * jax.nn.one_hot(plan.block_N, count, dtype=b_PY.dtype)
             return _outer(mine_PE, jnp.where(plan.live_P[:, None], b_PY, 0))
-        tiling = (_TILE, _tile(a_PX.shape[1]), _tile(b_PY.shape[1]))
+        tiling = tiles.for_outer(rows, a_PX.shape[1], b_PY.shape[1], b_PY.dtype.itemsize)
         assert len(leaves["expert_in"]) == count, "gradients are of one layer's experts"
         return tgmm(a_PX.T, b_PY, plan.count_E, b_PY.dtype, tiling, interpret=interpret)
 

@@ -1,0 +1,64 @@
+"""Sizes of the tiles in which the TPU kernels multiply rows by the matrices of their experts.
+
+The kernels (megablox) compute a tile of rows once for each expert with rows in it, so with large tiles most products of
+a decode step, where an expert has a few rows, are thrown away. They read an expert's matrix again for every tile of
+rows, unless one tile holds the whole contracted dimension. So a tile has few rows, as far as the matrix unit stays
+busy, and as much of the matrix as near memory holds.
+"""
+
+ROWS = 512  # largest number of rows of a tile; the number of rows is padded to a multiple of it
+_LEAST_ROWS = 128  # with fewer, the matrix unit waits for weights
+_TILES = 4  # an expert's rows fill at least this many tiles, where a tile is larger than the least
+_LANES = 128  # a tile's width is a multiple of this, or the whole dimension
+_CONTRACTED, _OTHER = 4096, 1024  # largest widths
+_WASTED = 0.07  # largest share of a dimension's size that its last tile may exceed it by
+_NEAR_BYTES = 12 << 20  # of the 16 MiB of near memory that a kernel may use on the smallest chip
+
+
+def row_tile(rows: float) -> int:
+    """Returns the number of rows of a tile.
+
+    Args:
+      rows: mean number of rows of an expert.
+    """
+    tile = _LEAST_ROWS
+    while tile < ROWS and 2 * tile * _TILES <= rows:
+        tile *= 2
+    return tile
+
+
+def for_rows(rows: float, contracted: int, outputs: int, item: int) -> tuple[int, int, int]:
+    """Returns the tile sizes of a product of rows with matrices: of rows, contracted dimension and outputs.
+
+    Args:
+      rows: mean number of rows of an expert.
+      contracted, outputs: sizes of the matrices' dimensions.
+      item: bytes of a number.
+    """
+    tile = row_tile(rows)
+    for x in _widths(contracted, _CONTRACTED):
+        for y in _widths(outputs, _OTHER):
+            # Two copies of each operand and result, of which one is in use while the other is moved, and a float32 sum.
+            if 2 * item * (tile * x + x * y + tile * y) + 4 * tile * y <= _NEAR_BYTES:
+                return tile, x, y
+    return tile, _LANES, _LANES
+
+
+def for_outer(rows: float, left: int, right: int, item: int) -> tuple[int, int, int]:
+    """Returns the tile sizes of outer products summed over an expert's rows: of rows and of both dimensions.
+
+    Arguments are those of `for_rows`.
+    """
+    tile = row_tile(rows)
+    for x in _widths(left, _OTHER):
+        for y in _widths(right, _OTHER):
+            if 2 * item * (tile * x + tile * y + x * y) + 4 * x * y <= _NEAR_BYTES:
+                return tile, x, y
+    return tile, _LANES, _LANES
+
+
+def _widths(size: int, most: int) -> list[int]:
+    """Lists possible widths of tiles of a dimension, the largest first."""
+    whole = [size] if size <= most else []
+    cut = range(min(most, size) // _LANES * _LANES, 0, -_LANES)
+    return whole + [width for width in cut if -(-size // width) * width <= (1 + _WASTED) * size]
