@@ -16,6 +16,7 @@ BENCHES = (
         "device",
         "experts",
         "front",
+        "growth",
         "grpo",
         "kernels",
         "on_chip",

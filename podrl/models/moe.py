@@ -330,8 +330,27 @@ def _gathered(x: Array, cut: Spec) -> Array:
     for dim, entry in enumerate(cut):
         axes = (entry,) if isinstance(entry, str) else entry or ()
         if axes and set(axes) <= set(model_axes):
-            x = lax.all_gather(x, axes, axis=dim, tiled=True)
+            x = _joined(x, axes, dim)
     return x
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _joined(x: Array, axes: tuple[str, ...], dim: int) -> Array:
+    """Gathers an array over mesh axes that cut dimension `dim`.
+
+    The gradient is scattered over a dimension that is not the last: a TPU adds up the whole gradient on every device to
+    scatter it over its last dimension, which sends twice the bytes.
+    """
+    return lax.all_gather(x, axes, axis=dim, tiled=True)
+
+
+def _scattered(axes: tuple[str, ...], dim: int, saved: tuple[int, ...], d: Array) -> tuple[Array]:
+    parts = jnp.moveaxis(d.reshape(*d.shape[:dim], -1, saved[dim], *d.shape[dim + 1 :]), dim, 0)
+    rows = parts.reshape(-1, saved[-1])  # a device's part is many rows
+    return (lax.psum_scatter(rows, axes, scatter_dimension=0, tiled=True).reshape(saved),)
+
+
+_joined.defvjp(lambda x, axes, dim: (_joined(x, axes, dim), x.shape), _scattered)
 
 
 ACTIVATIONS = {

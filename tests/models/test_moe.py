@@ -4,13 +4,14 @@ import dataclasses
 import importlib.util
 import math
 import os
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from podrl.mesh import build
+from podrl.mesh import build, rules
 from podrl.models import decoder, moe, parameters
 from podrl.models.config import Experts, LoraConfig
 from podrl.models.hf_config import config_from_hf
@@ -431,3 +432,36 @@ def test_the_kernels_compile_for_tpu_without_a_copy_of_the_weights(monkeypatch):
     assert decoded.as_text().count("tpu_custom_call") >= 3
     assert decoded.memory_analysis().temp_size_in_bytes < 2 * math.prod(layer["expert_in"].shape)  # one layer
     jax.jit(jax.grad(loss, argnums=(0, 1))).lower(layer, of(1, 1024, 512)).compile()
+
+
+@pytest.mark.nightly("podrl/models")
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the extra [tpu]")
+def test_gradients_of_experts_are_scattered_and_not_summed_on_every_device(monkeypatch):
+    env = dict(os.environ)
+    prepare(env)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    mesh = build.make_mesh("fsdp=4,expert=4", parse_topology("v5p:2x2x4", key="--trainer").devices())
+    config = dataclasses.replace(config_with(count=8, ffn_dim=256), model_dim=512)
+
+    def of(shape, axes, kind):
+        return jax.ShapeDtypeStruct(shape, kind, sharding=rules.sharding_for(axes, shape, mesh))
+
+    layer = {name: of(shape, axes, jnp.float32) for name, (shape, axes, _) in moe.param_shapes(config).items()}
+    x_BTD = of((16, 512, 512), ("batch", "time", "act"), jnp.bfloat16)
+
+    def loss(layer, x_BTD):
+        out_BTD, _ = moe.feed_forward(x_BTD, layer, 0, config, mesh=mesh, tpu=True)
+        return jnp.sum(out_BTD.astype(jnp.float32) ** 2)
+
+    text = jax.jit(jax.grad(loss)).lower(layer, x_BTD).compile().as_text()
+    summed = [line for line in text.splitlines() if re.search(r"= \S+ all-reduce\(", line)]
+    own = 2 * 512 * 256 // 4  # numbers of a device's part of an expert's smaller matrices, both experts
+    for line in summed:
+        sizes = [
+            math.prod(map(int, dims.split(",")))
+            for dims in re.findall(r"\w+\[([\d,]+)\]", line.split("all-reduce(")[0])
+        ]
+        assert max(sizes) < own, line
+    assert len(re.findall(r" reduce-scatter\(", text)) >= 3  # both leaves of experts, and the outputs
