@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 import os
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 from benchmarks import __main__ as bench
 from benchmarks import decode as bench_decode
+from benchmarks import growth
 from benchmarks import trace as bench_trace
 from podrl.mesh.chips import CHIPS
 from podrl.plan import chips
@@ -243,3 +245,17 @@ def test_a_step_with_rows_cut_along_time_is_counted_beside_one_without(capsys):
 def test_a_seq_that_does_not_divide_is_refused(capsys):
     assert bench.main(["benchmarks", "step", *SEQ.split(), "--src=fsdp=4", "--seq=3"]) == 1
     assert "--seq=3 must be at least 2 and divide the fsdp of --src=fsdp=4" in capsys.readouterr().err
+
+
+def test_growth_compares_exponents_of_cost_and_of_work():
+    points = [(n, 3.0 * n**1.5, 7.0 * n**1.5) for n in (10, 100, 1000)]
+    found = growth.exponents([(1, 90.0, 7.0), *points])  # costs of small sizes are mostly fixed
+    assert found == pytest.approx({"cost_by_size": 1.5, "work_by_size": 1.5, "cost_by_work": 1.0})
+    same = growth.exponents([(n, 2.0, 5.0) for n in (16, 32, 64, 128)])
+    assert same["cost_by_size"] == pytest.approx(0.0) and math.isnan(same["cost_by_work"])
+
+
+def test_growth_measures_the_start_of_a_job(capsys):
+    assert bench.main(["benchmarks", "growth", "--records=20", "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["records"] == 20 and figures["cpu_seconds"] > 0
