@@ -216,13 +216,14 @@ def test_every_mesh_without_seq_computes_what_one_device_does(model, mesh):
     def output(params, mesh):
         return decoder.hidden(params, tokens_BT, jnp.ones_like(tokens_BT), position_BT, model.config, mesh=mesh)
 
-    run = jax.jit(jax.value_and_grad(lambda params, mesh: jnp.sum(output(params, mesh) ** 2)), static_argnums=1)
+    run = jax.jit(jax.value_and_grad(lambda params, mesh: jnp.sum(jnp.sin(output(params, mesh)))), static_argnums=1)
     shapes = parameters.abstract_params(model.config, mesh, jnp.dtype(jnp.float32))
     params = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), model.params, shapes)
     np.testing.assert_allclose(jax.jit(output, static_argnums=1)(params, mesh), output(model.params, None), atol=1e-4)
     (value, grads), (want, wanted) = run(params, mesh), run(model.params, None)
-    assert value == pytest.approx(float(want), rel=1e-5)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-4 * float(jnp.max(jnp.abs(y)))), grads, wanted)
+    assert value == pytest.approx(float(want), abs=1e-2)  # a sum of 1,024 sines
+    # With rms_norm_eps=1e-6, float32 itself differs by 2e-4 from float64.
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-3 * float(jnp.max(jnp.abs(y)))), grads, wanted)
 
 
 def test_heads_of_linear_attention_are_cut_over_tensor(model):
