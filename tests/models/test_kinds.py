@@ -186,7 +186,7 @@ def test_both_spellings_of_the_full_layers_are_read():
         ({"num_kv_shared_layers": 4}, "num_kv_shared_layers=4: a sliding and a full layer must come before"),
         ({"num_kv_shared_layers": 7}, "num_kv_shared_layers=7"),
         ({"num_kv_shared_layers": 1, **MOE}, "num_kv_shared_layers=1: .* no experts"),
-        ({"enable_moe_block": True}, "lacks num_experts, which a gemma4 model needs"),
+        ({"enable_moe_block": True}, "lacks num_experts, which a gemma4 model with enable_moe_block needs"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention='all'"),
         ({"per_layer_config": {"2": {"head_dim": 16}}}, "per_layer_config"),
         ({"per_layer_config": {"2": {"head_dim": 16, "hidden_size": 4}, "5": {}}}, "per_layer_config"),
