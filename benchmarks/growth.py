@@ -13,15 +13,16 @@ from typing import Any
 
 import numpy as np
 
-# Models of about 0.5, 2, 8, 30 and 100 million parameters: layers, width, width of the feed-forward, heads, vocabulary.
-_MODELS = (
-    (3, 128, 256, 4, 384),
-    (4, 192, 576, 6, 1024),
-    (6, 320, 960, 10, 2048),
-    (8, 512, 1536, 16, 8192),
-    (12, 768, 2304, 24, 16384),
-)
-_JOB = ("--prompt_len=40:60", "--group=8")  # lengths of the default job's prompts
+# Millions of parameters, about: layers, width, width of the feed-forward, heads, vocabulary.
+_MODELS = {
+    0.5: (3, 128, 256, 4, 384),
+    2: (4, 192, 576, 6, 1024),
+    8: (6, 320, 960, 10, 2048),
+    30: (8, 512, 1536, 16, 8192),
+    100: (12, 768, 2304, 24, 16384),
+}
+_GROUP = 8  # samples of a prompt
+_JOB = ("--prompt_len=40:60", f"--group={_GROUP}")  # lengths of the default job's prompts
 _SHORT = (*_JOB, "--completion_len=15:35", "--src=fsdp=1", "--steps=2")
 
 
@@ -34,7 +35,7 @@ class Series:
       cost: figure of the benchmark that is the cost.
       work: function (figures) -> work of the benchmark, in any unit.
       points: options of the benchmark for each size.
-      unit: what the size counts.
+      unit: plural noun of a size, for messages.
     """
 
     bench: str
@@ -53,12 +54,12 @@ def _decoded(figures: Mapping[str, Any]) -> float:
 
     With two query heads for each key head, a query takes one operation for each byte of a live token's keys and values.
     """
-    live = (figures["prompt_tokens"] / figures["samples"] * 8) + figures["tokens"] / figures["samples"] / 2
+    live = (figures["prompt_tokens"] / figures["samples"] * _GROUP) + figures["tokens"] / figures["samples"] / 2
     return figures["tokens"] * (figures["weight_bytes"] / 2 + figures["kv_token_bytes"] * live)
 
 
-def _model(index: int) -> list[str]:
-    layers, dim, ffn, heads, vocab = _MODELS[index]
+def _model(millions: float) -> list[str]:
+    layers, dim, ffn, heads, vocab = _MODELS[millions]
     sizes = f"--layers={layers} --dim={dim} --ffn={ffn} --heads={heads} --kv_heads={heads // 2} --vocab={vocab}"
     return [*sizes.split(), "--head_dim=32"]
 
@@ -67,7 +68,7 @@ _GENERATE = ("--mesh=data=1", "--repeats=2")
 _SAMPLES, _TOKENS, _HOSTS = (32, 128, 512, 2048), (64, 256, 1024, 4096), (2, 4, 8, 16)
 SERIES: Mapping[str, Series] = {
     "update by samples": Series(
-        "step", "cpu_seconds", _flops, {n: (*_SHORT, f"--prompts={n // 8}") for n in _SAMPLES}, "samples"
+        "step", "cpu_seconds", _flops, {n: (*_SHORT, f"--prompts={n // _GROUP}") for n in _SAMPLES}, "samples"
     ),
     "update by tokens": Series(
         "step",
@@ -80,14 +81,14 @@ SERIES: Mapping[str, Series] = {
         "step",
         "cpu_seconds",
         _flops,
-        {k: (*_SHORT, "--prompts=4", *_model(k)) for k in range(len(_MODELS))},
-        "model",
+        {k: (*_SHORT, "--prompts=4", *_model(k)) for k in _MODELS},
+        "million parameters",
     ),
     "rollout by samples": Series(
         "rollout",
         "cpu_seconds",
         _decoded,
-        {n: (*_JOB, *_GENERATE, "--max_new=64", f"--prompts={n // 8}") for n in _SAMPLES},
+        {n: (*_JOB, *_GENERATE, "--max_new=64", f"--prompts={n // _GROUP}") for n in _SAMPLES},
         "samples",
     ),
     "rollout by tokens": Series(
@@ -108,8 +109,8 @@ SERIES: Mapping[str, Series] = {
         "rollout",
         "cpu_seconds",
         _decoded,
-        {k: (*_JOB, *_GENERATE, "--max_new=32", "--prompts=4", *_model(k)) for k in range(len(_MODELS))},
-        "model",
+        {k: (*_JOB, *_GENERATE, "--max_new=32", "--prompts=4", *_model(k)) for k in _MODELS},
+        "million parameters",
     ),
     "leader of a pod by hosts": Series(
         "pod",

@@ -17,7 +17,7 @@ def add_options(parser: argparse.ArgumentParser, **sizes: int) -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument(
         "--experts",
-        type=_experts,
+        type=count_and_chosen,
         default=None,
         metavar="COUNT:CHOSEN",
         help="experts of each layer, and how many of them compute a token; these are together as wide as --ffn",
@@ -31,8 +31,10 @@ def model_of(args: argparse.Namespace) -> Any:
     """Builds the ModelConfig that the options describe: a published size, or one like Gemma 2.
 
     Raises:
-      ValueError: an unknown size.
+      ValueError: an unknown size; experts of a published size; or experts that cannot be of equal width.
     """
+    if args.experts and args.size:
+        raise ValueError(f"--size={args.size} has its own number of experts: leave out --experts or --size.")
     from podrl.models.config import LoraConfig
 
     model = _published(args) if args.size else _like_gemma2(args)
@@ -63,10 +65,13 @@ def _like_gemma2(args: argparse.Namespace) -> Any:
     if args.experts is None:
         return model
     count, chosen = args.experts
+    if args.ffn % chosen:
+        raise ValueError(f"--ffn={args.ffn} is the width of {chosen} chosen experts together: give a multiple of it.")
     return dataclasses.replace(model, experts=Experts(count, chosen, args.ffn // chosen))
 
 
-def _experts(text: str) -> tuple[int, int]:
+def count_and_chosen(text: str) -> tuple[int, int]:
+    """Parses 'COUNT:CHOSEN', the number of experts and of those that compute a token."""
     count, _, chosen = text.partition(":")
     return int(count), int(chosen)
 

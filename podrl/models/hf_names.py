@@ -173,7 +173,7 @@ class Entry:
         if self.alternating:
             experts, _, *middle, last = self.shape
             return experts, *middle, 2 * last
-        if self.sections and not self.inputs:  # taps of a convolution
+        if self.sections and not self.inputs:  # a convolution's taps: torch stores (channels, inputs of each: 1, taps)
             heads, width, taps = self.shape
             return heads * width, 1, taps
         if not self.inputs:
@@ -253,10 +253,10 @@ def entries(config: ModelConfig, *, adapters: bool = False) -> list[Entry]:
     """Lists every leaf of the base model in the order of the forward pass, or every adapter leaf with PEFT's names."""
     specs = param_specs(config)
     found = []
-    for k, stack in enumerate(stacks_of(specs["layers"], config)):
+    for k, (stack, alike) in enumerate(zip(stacks_of(specs["layers"], config), config.alike(), strict=True)):
         for key, param in stack.items():
             if is_adapter(key) == adapters:
-                entry = _expert_entry(key, param, config) or _layer_entry(key, param, config.alike()[k])
+                entry = _expert_entry(key, param, config) or _layer_entry(key, param, alike)
                 if config.kinds:
                     leaf = ("layers", config.kinds[k].name, key)
                     entry = dataclasses.replace(entry, leaf=leaf, layers=config.layers_of(k))

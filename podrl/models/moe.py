@@ -336,18 +336,19 @@ def _gathered(x: Array, cut: Spec) -> Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _joined(x: Array, axes: tuple[str, ...], dim: int) -> Array:
-    """Gathers an array over mesh axes that cut dimension `dim`.
-
-    The gradient is scattered over a dimension that is not the last: a TPU adds up the whole gradient on every device to
-    scatter it over its last dimension, which sends twice the bytes.
-    """
+    """Gathers an array over the mesh axes that cut its dimension `dim`; its gradient is `_scattered`."""
     return lax.all_gather(x, axes, axis=dim, tiled=True)
 
 
-def _scattered(axes: tuple[str, ...], dim: int, saved: tuple[int, ...], d: Array) -> tuple[Array]:
-    parts = jnp.moveaxis(d.reshape(*d.shape[:dim], -1, saved[dim], *d.shape[dim + 1 :]), dim, 0)
-    rows = parts.reshape(-1, saved[-1])  # a device's part is many rows
-    return (lax.psum_scatter(rows, axes, scatter_dimension=0, tiled=True).reshape(saved),)
+def _scattered(axes: tuple[str, ...], dim: int, shape: tuple[int, ...], d: Array) -> tuple[Array]:
+    """Sums the gradient of `_joined` over the axes, each device its own part of `shape`.
+
+    The parts are scattered as rows. To scatter its last dimension, a TPU adds up the whole gradient on every device,
+    which sends twice the bytes.
+    """
+    parts = jnp.moveaxis(d.reshape(*d.shape[:dim], -1, shape[dim], *d.shape[dim + 1 :]), dim, 0)
+    rows = parts.reshape(-1, shape[-1])  # the part of a device is many rows
+    return (lax.psum_scatter(rows, axes, scatter_dimension=0, tiled=True).reshape(shape),)
 
 
 _joined.defvjp(lambda x, axes, dim: (_joined(x, axes, dim), x.shape), _scattered)

@@ -6,6 +6,8 @@ rows, unless one tile holds the whole contracted dimension. So a tile has few ro
 busy, and as much of the matrix as near memory holds.
 """
 
+from collections.abc import Callable
+
 ROWS = 512  # largest number of rows of a tile; the number of rows is padded to a multiple of it
 _LEAST_ROWS = 128  # with fewer, the matrix unit waits for weights
 _TILES = 4  # an expert's rows fill at least this many tiles, where a tile is larger than the least
@@ -35,13 +37,8 @@ def for_rows(rows: float, contracted: int, outputs: int, item: int) -> tuple[int
       contracted, outputs: sizes of the matrices' dimensions.
       item: bytes of a number.
     """
-    tile = row_tile(rows)
-    for x in _widths(contracted, _CONTRACTED):
-        for y in _widths(outputs, _OTHER):
-            # Two copies of each operand and result, of which one is in use while the other is moved, and a float32 sum.
-            if 2 * item * (tile * x + x * y + tile * y) + 4 * tile * y <= _NEAR_BYTES:
-                return tile, x, y
-    return tile, _LANES, _LANES
+    # The sum of a tile's products is kept in float32.
+    return _largest(row_tile(rows), (contracted, _CONTRACTED), (outputs, _OTHER), item, lambda rows, x, y: rows * y)
 
 
 def for_outer(rows: float, left: int, right: int, item: int) -> tuple[int, int, int]:
@@ -49,10 +46,28 @@ def for_outer(rows: float, left: int, right: int, item: int) -> tuple[int, int, 
 
     Arguments are those of `for_rows`.
     """
-    tile = row_tile(rows)
-    for x in _widths(left, _OTHER):
-        for y in _widths(right, _OTHER):
-            if 2 * item * (tile * x + tile * y + x * y) + 4 * x * y <= _NEAR_BYTES:
+    return _largest(row_tile(rows), (left, _OTHER), (right, _OTHER), item, lambda rows, x, y: x * y)
+
+
+def _largest(
+    tile: int,
+    first: tuple[int, int],
+    second: tuple[int, int],
+    item: int,
+    summed: Callable[[int, int, int], int],
+) -> tuple[int, int, int]:
+    """Returns (rows, x, y), the largest tile that near memory holds.
+
+    Args:
+      tile: number of rows.
+      first, second: (size, largest width of a tile) of the other two dimensions.
+      item: bytes of a number.
+      summed: function (rows, x, y) -> number of float32 sums.
+    """
+    for x in _widths(*first):
+        for y in _widths(*second):
+            # Operands and the result are held twice: one copy is in use while the other is moved.
+            if 2 * item * (tile * x + x * y + tile * y) + 4 * summed(tile, x, y) <= _NEAR_BYTES:
                 return tile, x, y
     return tile, _LANES, _LANES
 

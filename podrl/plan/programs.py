@@ -239,17 +239,17 @@ def _decode_work(setting: Setting, mesh: Mesh, steps: int, lanes: float) -> Hand
     # Only the chosen experts compute a lane's token, and experts that no lane has chosen are not read.
     active = weights - routed * (1 - model.chosen_share)
     touched = weights - routed + routed / spread * (1 - (1 - model.chosen_share) ** (lanes * spread))
-    heads = lambda m: m.num_kv_heads if m.num_kv_heads % tensor else m.num_kv_heads // tensor  # noqa: E731  # sharded or not
+    part = lambda heads: heads if heads % tensor else heads // tensor  # noqa: E731  # of a chip: cut only if they divide
     attends = [m for m in model.alike() if m.delta is None]
-    token = sum(2 * m.num_layers * heads(m) * m.head_dim for m in attends) * item
+    token = sum(2 * m.num_layers * part(m.num_kv_heads) * m.head_dim for m in attends) * item
     prompt = job.rollout.max_prompt_length / min(job.algo.num_generations, job.rollout.members_per_read)
     seen = lanes * (prompt + setting.completion / 2)
     attended = lanes * (job.rollout.max_prompt_length + setting.completion / 2)
     attention = sum(4 * m.num_layers * m.num_heads / tensor * m.head_dim for m in attends) * attended
     states = inputs = 0
     for m in (m for m in model.alike() if m.delta is not None):
-        state, read = map(math.prod, delta.memory_shapes(m))
-        states, inputs = states + m.num_layers * state / tensor, inputs + m.num_layers * read / tensor
+        state, read = (part(heads) * math.prod(rest) for heads, *rest in delta.memory_shapes(m))
+        states, inputs = states + m.num_layers * state, inputs + m.num_layers * read
     linear = 7 * states * lanes  # two sums over the state, its decay, and its change
     # The factor 2 is for reading and writing states and inputs; states are float32.
     moved = 2 * lanes * (4 * states + item * inputs)
