@@ -25,7 +25,7 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args(argv)
     fake_devices(1)
-    shapes = ["--prompts=4", "--group=8", "--prompt_len=40:60"]
+    shapes = ["--prompts=16", "--group=8", "--prompt_len=40:60"]
     sides: dict[str, dict[str, Callable[[], Any]]] = {"update": {}, "decode": {}}
     for side in _SIDES:
         model = [f"--experts={args.experts}"] if side == "experts" else []

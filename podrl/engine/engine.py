@@ -485,12 +485,16 @@ class Engine:
         return x, carry
 
     def _routed(
-        self, h_BTD: Array, layer: PyTree, info: decoder.LayerInfo, router_BTD: Array | None
+        self,
+        h_BTD: Array,
+        layer: PyTree,
+        info: decoder.LayerInfo,
+        router_BTD: Array | None,
+        real_BT: Array | None = None,
     ) -> tuple[Array, Array]:
         mesh, tpu = jax.sharding.get_abstract_mesh(), on_tpu(self.mesh)
-        return moe.feed_forward(
-            h_BTD, layer, info.index, self.model, mesh=mesh, inside=True, tpu=tpu, router_BTD=router_BTD
-        )
+        given = {"router_BTD": router_BTD, "real_BT": real_BT}
+        return moe.feed_forward(h_BTD, layer, info.index, self.model, mesh=mesh, inside=True, tpu=tpu, **given)
 
     def _ends(self, params: PyTree) -> PyTree:
         """Gathers embedding, final norm and output matrix along fsdp."""
@@ -596,6 +600,7 @@ class Engine:
         """
         model, alike, R = self.model, self.model.alike(), self.shape.lanes
         token_R, position_R, live_R = lanes
+        routed = functools.partial(self._routed, real_BT=live_R[:, None])
 
         def layer_fn(
             x: Array, memory: tuple, layer: PyTree, info: decoder.LayerInfo, index: Array | int, kind: int
@@ -620,9 +625,7 @@ class Engine:
                         new.append(jax.lax.dynamic_update_slice(m, y[None], begin))
                     return out, (new[0], new[1])
 
-                x, new, route_R1k = decoder.block(
-                    x, layer, info, position_R[:, None], alike[kind], mix, routed=self._routed
-                )
+                x, new, route_R1k = decoder.block(x, layer, info, position_R[:, None], alike[kind], mix, routed=routed)
                 added = self._recorded(added, route_R1k, kind, index, n)
                 return x, (added, scratches, _with_kind(memories, pair, new))
 
@@ -649,7 +652,7 @@ class Engine:
                 return out[:, None], (tuple(new), used)
 
             x, (new, used), route_R1k = decoder.block(
-                x, layer, info, position_R[:, None], alike[kind], attend, routed=self._routed
+                x, layer, info, position_R[:, None], alike[kind], attend, routed=routed
             )
             added = self._recorded(_with_kind(added, number, new), route_R1k, kind, index, n)
             return x, (added, (*scratches[:number], used, *scratches[number + 1 :]), memories)

@@ -397,9 +397,8 @@ class _Pass:
             drop = drop_nothing if self.dropout_key is None else adapter_dropout(config, self.dropout_key, info.index)
 
             def routed(h_BTD: Array, layer: PyTree, info: LayerInfo, router_BTD: Array | None) -> tuple[Array, Array]:
-                return moe.feed_forward(
-                    h_BTD, layer, info.index, config, mesh=mesh, tpu=tpu, route_BTk=route_BTk, router_BTD=router_BTD
-                )
+                given = {"route_BTk": route_BTk, "router_BTD": router_BTD, "real_BT": self.segment_BT != 0}
+                return moe.feed_forward(h_BTD, layer, info.index, config, mesh=mesh, tpu=tpu, **given)
 
             x_BTD, own_keys, own_BTk = block(x_BTD, layer, info, self.position_BT, alike, mixer, mesh, drop, routed)
             keys = {**keys, kind: own_keys} if kind in keys else keys

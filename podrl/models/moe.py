@@ -8,7 +8,7 @@ experts of a token, each stored as its number plus 1.
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +24,9 @@ from podrl.models import tiles
 from podrl.models.config import EXPERT_PROJECTIONS, Experts, ModelConfig, quant_groups
 from podrl.types import PyTree
 
-# Name of the chosen experts for remat policies. They must be kept: recomputed scores may differ in the last bit, and
-# another expert may be chosen.
-ROUTES_NAME = "routes"
+# Names for remat policies: of the chosen experts and the order of rows, and of products of experts. Chosen experts must
+# be kept: recomputed scores may differ in the last bit, and another expert may be chosen.
+ROUTES_NAME, EXPERTS_NAME = "routes", "experts"
 UNKNOWN = 0  # entry of a route for which no expert is recorded; expert e is recorded as e + 1
 _LEAST, _MOST = 8, 128  # bounds of the rows in a block: with fewer, reads of weights dominate; with more, padding does
 _BIASES = ("expert_in_bias", "expert_out_bias")
@@ -198,6 +198,7 @@ def feed_forward(
     tpu: bool = False,
     route_BTk: Int[Array, "B T k"] | None = None,
     router_BTD: Float[Array, "B T D"] | None = None,
+    real_BT: Bool[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, "B T D"], Int[Array, "B T k"]]:
     """Applies the routed feed-forward of one layer.
 
@@ -215,6 +216,8 @@ def feed_forward(
       tpu: True if the TPU kernel computes the products.
       route_BTk: recorded routes, see `route`; None lets all tokens choose.
       router_BTD: normalised residual stream that the router reads; None for `x_BTD`.
+      real_BT: False for tokens whose output nobody reads. No expert computes these tokens, and their output is 0. None
+        if all outputs are read.
 
     Returns:
       The output in x's dtype, and the routes that the router chooses, as expert numbers plus 1. A token
@@ -225,7 +228,8 @@ def feed_forward(
     routing = ("router", "router_bias", "router_gain", "selection_bias")
     weights = {name: w for name, w in layer.items() if name in routing or name.startswith("expert_")}
     floats = [n for n in weights if n not in routing and f"{n}_scale" not in weights]
-    replayed = {name: a for name, a in (("route", route_BTk), ("router", router_BTD)) if a is not None}
+    given = {"route": route_BTk, "router": router_BTD, "real": real_BT}
+    given = {name: a for name, a in given.items() if a is not None}
     spread = spread_over(experts, mesh) if mesh is not None else ()
     parts = math.prod(mesh.shape[axis] for axis in spread) if mesh is not None else 1
 
@@ -233,7 +237,7 @@ def feed_forward(
         x_BTD: Array,
         weights: PyTree,
         index: int | Array,
-        replayed: Mapping[str, Array],
+        given: Mapping[str, Array],
         *,
         cuts: Mapping[str, Spec],
         tensor: tuple[str, ...] = (),
@@ -243,10 +247,12 @@ def feed_forward(
         # Weights are gathered inside shard_map, so that each device sums the gradient of its own part only.
         whole: dict[str, Array] = {name: _gathered(w, cuts.get(name, Spec())) for name, w in weights.items()}
         x_XD = x_BTD.reshape(-1, x_BTD.shape[-1])
-        route_Xk = replayed["route"].reshape(len(x_XD), -1) if "route" in replayed else None
-        router_XD = replayed["router"].reshape(x_XD.shape) if "router" in replayed else x_XD
+        route_Xk = given["route"].reshape(len(x_XD), -1) if "route" in given else None
+        router_XD = given["router"].reshape(x_XD.shape) if "router" in given else x_XD
         expert_Xk, weight_Xk, own_Xk = route(router_XD, whole, experts, route_Xk)
         own_Xk = expert_Xk if route_Xk is None else own_Xk
+        if "real" in given:
+            expert_Xk = jnp.where(given["real"].reshape(-1, 1), expert_Xk, experts.count)
         leaves = {n: w.astype(x_BTD.dtype) if n in floats else w for n, w in whole.items() if n not in routing}
         first, count = 0, leaves["expert_in"].shape[-4]
         if leaves["expert_in"].ndim == 5:
@@ -265,7 +271,7 @@ def feed_forward(
         return out_XD.astype(x_BTD.dtype).reshape(x_BTD.shape), own_Xk.reshape(*x_BTD.shape[:2], -1)
 
     if mesh is None or mesh.size == 1 or (inside and mesh.shape["tensor"] == 1):
-        out_BTD, own_BTk = local(x_BTD, weights, index, replayed, cuts={})
+        out_BTD, own_BTk = local(x_BTD, weights, index, given, cuts={})
     else:
         known = dict(rules.DEFAULT_RULES) | ({"batch": (), "time": (), "embed": (), "expert": ()} if inside else {})
         tensor = rules.axes_over("mlp", mesh) if experts.ffn_dim % mesh.shape["tensor"] == 0 else ()
@@ -280,11 +286,12 @@ def feed_forward(
         out_BTD, own_BTk = jax.shard_map(
             functools.partial(local, cuts=cuts, tensor=tensor),
             mesh=mesh,
-            in_specs=(rows, cuts, Spec(), dict.fromkeys(replayed, rows)),
+            in_specs=(rows, cuts, Spec(), dict.fromkeys(given, rows)),
             out_specs=(rows, rows),
             axis_names={"tensor"} if inside else set(mesh.axis_names),
             check_vma=False,
-        )(x_BTD, weights, jnp.asarray(index, jnp.int32), replayed)
+        )(x_BTD, weights, jnp.asarray(index, jnp.int32), given)
+    out_BTD = checkpoint_name(out_BTD, EXPERTS_NAME)
     if "shared_in" in layer:
         out_BTD = out_BTD + _shared(x_BTD, layer, config)
     return out_BTD, own_BTk + 1
@@ -382,10 +389,9 @@ class _SortedRows(NamedTuple):
       count_E: number of rows of each expert, without padding.
       token_P: token of each row; 0 on padding.
       live_P: False on padding.
-      row_Xk: row of each token and choice; at least P for experts of other devices.
+      row_Xk: row of each token and choice; at least P for choices without a row.
       block_N: expert of each block of rows.
       blocks: number of blocks that hold rows.
-      partial: True if there are experts of other devices.
     """
 
     count_E: Int[Array, " E"]
@@ -394,7 +400,6 @@ class _SortedRows(NamedTuple):
     row_Xk: Int[Array, "X k"]
     block_N: Int[Array, " N"]
     blocks: Int[Array, ""]
-    partial: bool
 
     def rows(self, x_XD: Array) -> Array:
         """Copies each token to its rows; padding is 0."""
@@ -406,25 +411,21 @@ class _SortedRows(NamedTuple):
         return value_P.at[self.row_Xk.reshape(-1)].set(value_Xk.reshape(-1), unique_indices=True)
 
     def each(self, value_PX: Array) -> Array:
-        """Copies the value of each row to its token and choice; it is 0 for experts of other devices."""
-        if not self.partial:
-            return value_PX[self.row_Xk]
+        """Copies the value of each row to its token and choice; it is 0 for choices without a row."""
         return value_PX.at[self.row_Xk].get(mode="fill", fill_value=0)
 
 
-def _sort(expert_Xk: Int[Array, "X k"], count: int, block: int, rows: int, partial: bool) -> _SortedRows:
+def _sort(expert_Xk: Int[Array, "X k"], count: int, block: int, rows: int) -> _SortedRows:
     """Sorts choices by expert, and within an expert by token, so that equal choices give equal sums bit for bit.
 
     Args:
-      expert_Xk: number of each chosen expert.
+      expert_Xk: number of each chosen expert; choices with numbers outside [0, E) get no row.
       count: number of experts, E.
       block: number of rows of a block; 1 leaves no padding between experts.
       rows: number of rows to sort into, P.
-      partial: True if numbers outside [0, E) belong to experts of other devices, which get no row.
     """
     flat_Z = expert_Xk.reshape(-1)
-    if partial:
-        flat_Z = jnp.where((flat_Z >= 0) & (flat_Z < count), flat_Z, count)
+    flat_Z = jnp.where((flat_Z >= 0) & (flat_Z < count), flat_Z, count)
     order_Z = jnp.argsort(flat_Z, stable=True).astype(jnp.int32)
     count_E = jnp.bincount(flat_Z, length=count).astype(jnp.int32)
     blocks_E = -(-count_E // block)
@@ -436,11 +437,9 @@ def _sort(expert_Xk: Int[Array, "X k"], count: int, block: int, rows: int, parti
     live_P = (offset_P < count_E[expert_P]) & (jnp.arange(rows) < end_E[-1] * block)
     token_P = jnp.where(live_P, order_Z[jnp.minimum(first_E[expert_P] + offset_P, flat_Z.size - 1)], 0)
     rank_Z = jnp.zeros_like(order_Z).at[order_Z].set(jnp.arange(flat_Z.size, dtype=jnp.int32), unique_indices=True)
-    row_Z = begin_E[flat_Z] + rank_Z - first_E[flat_Z]
-    if partial:
-        row_Z = jnp.where(flat_Z < count, row_Z, rows + rank_Z)
+    row_Z = jnp.where(flat_Z < count, begin_E[flat_Z] + rank_Z - first_E[flat_Z], rows + rank_Z)
     k = expert_Xk.shape[1]
-    return _SortedRows(count_E, token_P // k, live_P, row_Z.reshape(expert_Xk.shape), block_N, end_E[-1], partial)
+    return _SortedRows(count_E, token_P // k, live_P, row_Z.reshape(expert_Xk.shape), block_N, end_E[-1])
 
 
 class _Form(NamedTuple):
@@ -448,8 +447,7 @@ class _Form(NamedTuple):
 
     Attributes:
       experts: number of a layer's experts on this device, E.
-      parts: number of devices that a layer's experts are cut over. If it is larger than 1, numbers outside [0, E)
-        belong to experts of other devices, which add nothing to the sum.
+      parts: number of devices that a layer's experts are cut over.
       activation: gate non-linearity, see `gated`.
       scale: factor of the adapters' products.
       tpu: True if the TPU kernel computes the products.
@@ -473,12 +471,13 @@ def _apply(
 ) -> Float[Array, "X D"]:
     """Computes the weighted sum of the outputs of each token's experts, float32.
 
-    Only the chosen experts cost time, forward and backward. The backward pass recomputes inner values from the
-    arguments. Integer weights become dense inside the products and have no gradient.
+    Only the chosen experts cost time, forward and backward. Integer weights become dense inside the products and have
+    no gradient. The backward pass reads the products with `expert_in` that the forward pass computed.
 
     Args:
       x_XD: normalised residual stream.
-      expert_Xk: numbers of the experts that compute each token, from this device's first expert on.
+      expert_Xk: numbers of the experts that compute each token, from this device's first expert on. Numbers outside
+        [0, E), of experts of other devices or of no expert, add nothing to the sum.
       weight_Xk: weights of these experts.
       leaves: weights, scales of integer weights, and adapters of the experts of this layer, or of several layers one
         after another, (G, ...).
@@ -491,11 +490,11 @@ def _apply(
 def _plan(expert_Xk: Array, form: _Form) -> _SortedRows:
     count, parts = form.experts, form.parts
     if form.tpu:
-        return _sort(expert_Xk, count, 1, -(-expert_Xk.size // tiles.ROWS) * tiles.ROWS, parts > 1)
+        return _sort(expert_Xk, count, 1, -(-expert_Xk.size // tiles.ROWS) * tiles.ROWS)
     block = _LEAST
-    while 4 * block * count * parts <= expert_Xk.size and block < _MOST:
+    while 2 * block * count * parts <= expert_Xk.size and block < _MOST:
         block *= 2
-    return _sort(expert_Xk, count, block, (-(-expert_Xk.size // block) + min(count, expert_Xk.size)) * block, parts > 1)
+    return _sort(expert_Xk, count, block, (-(-expert_Xk.size // block) + min(count, expert_Xk.size)) * block)
 
 
 class _Products(NamedTuple):
@@ -565,19 +564,27 @@ def _factors(
     return found
 
 
-def _outputs(products: _Products, leaves: Mapping[str, Array], x_PD: Array, form: _Form) -> Array:
-    """Computes the output of each row's expert."""
-    (gate_PF, up_PF), _ = _times(products, leaves, "expert_in", x_PD, form.scale)
-    (y_PD,), _ = _times(products, leaves, "expert_out", gated(form.activation)(gate_PF, up_PF), form.scale)
-    return y_PD
+_Inner = tuple[list[Array], Array | None]  # products with expert_in, see `_times`
+
+
+def _outputs(products: _Products, leaves: Mapping[str, Array], x_PD: Array, form: _Form) -> tuple[Array, _Inner]:
+    """Computes the output of each row's expert, and the products with expert_in."""
+    inner = _times(products, leaves, "expert_in", x_PD, form.scale)
+    (y_PD,), _ = _times(products, leaves, "expert_out", gated(form.activation)(*inner[0]), form.scale)
+    return y_PD, inner
 
 
 def _gradients(
-    products: _Products, leaves: Mapping[str, Array], x_PD: Array, dy_PD: Array, weight_P1: Array, form: _Form
+    products: _Products,
+    leaves: Mapping[str, Array],
+    x_PD: Array,
+    inner: _Inner,
+    dy_PD: Array,
+    weight_P1: Array,
+    form: _Form,
 ) -> tuple[Array, Array, list[tuple[str, int | None, Array | None, Array]]]:
     """Computes the gradients of rows and weights of tokens, and the factors of the leaves' gradients (`_factors`)."""
-    scale, out_bias = form.scale, products.bias("expert_out", None)
-    h, low_PR = _times(products, leaves, "expert_in", x_PD, scale)
+    scale, out_bias, (h, low_PR) = form.scale, products.bias("expert_out", None), inner
     a_PF, back = jax.vjp(gated(form.activation), *h)
     da_PF, dlow_PR = _times_transposed(products, leaves, "expert_out", [dy_PD], scale)
     dweight_P = jnp.sum(a_PF.astype(jnp.float32) * da_PF, axis=-1)
@@ -615,7 +622,8 @@ def _block_products(leaves: Mapping[str, Array], g: Array) -> _Products:
         w_XY = leaves[name][_at(g, part)]
         if f"{name}_scale" in leaves:
             w_XY = dequantize(w_XY.astype(a_MX.dtype), leaves[f"{name}_scale"][_at(g, part)], 0)
-        return a_MX @ (w_XY.T if transposed else w_XY)
+        # A product of few rows with a transposed matrix takes up to twice as long on CPU as the transposed product.
+        return (w_XY @ a_MX.T).T if transposed else a_MX @ w_XY
 
     return _Products(dot, _biases(leaves, g))
 
@@ -631,29 +639,40 @@ def _forward(
     plan = _plan(expert_Xk, form)
     x_PD = plan.rows(x_XD)
     if form.tpu:
-        y_PD = _outputs(_kernels(plan, leaves, first, x_XD.dtype, form)[0], leaves, x_PD, form)
+        y_PD, inner = _outputs(_kernels(plan, leaves, first, x_XD.dtype, form)[0], leaves, x_PD, form)
     else:
         block = x_PD.shape[0] // plan.block_N.shape[0]
 
-        def body(n: Array, y_PD: Array) -> Array:
-            x_MD = lax.dynamic_slice_in_dim(x_PD, n * block, block)
-            y_MD = _outputs(_block_products(leaves, first + plan.block_N[n]), leaves, x_MD, form)
-            return lax.dynamic_update_slice_in_dim(y_PD, y_MD, n * block, 0)
+        def body(n: int | Array) -> tuple[Array, _Inner]:
+            return _outputs(_block_products(leaves, first + plan.block_N[n]), leaves, _cut(x_PD, n, block), form)
 
-        y_PD = lax.fori_loop(0, plan.blocks, body, jnp.zeros_like(x_PD))
+        empty = jax.tree.map(lambda a: jnp.zeros((x_PD.shape[0], a.shape[1]), a.dtype), jax.eval_shape(body, 0))
+        y_PD, inner = lax.fori_loop(0, plan.blocks, lambda n, whole: _put(whole, body(n), n), empty)
     y_XkD = plan.each(y_PD).astype(jnp.float32)
     out_XD = jnp.sum(y_XkD * weight_Xk[..., None], axis=1)
-    return out_XD, (x_XD, expert_Xk, weight_Xk, leaves, first)
+    plan = checkpoint_name(plan, ROUTES_NAME)
+    if form.parts == 1:  # otherwise most rows may be empty, and keeping them would take much memory
+        inner = checkpoint_name(inner, EXPERTS_NAME)
+    return out_XD, (x_XD, plan, inner, weight_Xk, leaves, first)
+
+
+def _cut(whole: PyTree, n: int | Array, block: int) -> Any:
+    """Cuts block `n` out of arrays of rows."""
+    return jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, n * block, block), whole)
+
+
+def _put(whole: PyTree, part: PyTree, n: int | Array) -> Any:
+    """Writes block `n` into arrays of rows."""
+    return jax.tree.map(lambda a, b: lax.dynamic_update_slice_in_dim(a, b, n * len(b), 0), whole, part)
 
 
 def _backward(form: _Form, saved: tuple, dout_XD: Array) -> tuple:
-    x_XD, expert_Xk, weight_Xk, leaves, first = saved
-    plan = _plan(expert_Xk, form)
+    x_XD, plan, inner, weight_Xk, leaves, first = saved
     x_PD, dy_PD = plan.rows(x_XD), plan.rows(dout_XD.astype(x_XD.dtype))
     weight_P = plan.spread(weight_Xk).astype(x_XD.dtype)
     if form.tpu:
         products, outer = _kernels(plan, leaves, first, x_XD.dtype, form)
-        dx_PD, dweight_P, factors = _gradients(products, leaves, x_PD, dy_PD, weight_P[:, None], form)
+        dx_PD, dweight_P, factors = _gradients(products, leaves, x_PD, inner, dy_PD, weight_P[:, None], form)
         parts: dict[str, list[Array]] = {}
         for name, _, left, right in factors:
             parts.setdefault(name, []).append(outer(left, right))
@@ -662,16 +681,16 @@ def _backward(form: _Form, saved: tuple, dout_XD: Array) -> tuple:
         block = x_PD.shape[0] // plan.block_N.shape[0]
 
         def body(n: Array, carry: tuple) -> tuple:
-            dx_PD, dweight_P, total = carry
+            *whole, total = carry
             g = first + plan.block_N[n]
-            cut = lambda a: lax.dynamic_slice_in_dim(a, n * block, block)  # noqa: E731
-            put = lambda a, part: lax.dynamic_update_slice_in_dim(a, part, n * block, 0)  # noqa: E731
-            rows = cut(x_PD), cut(dy_PD), cut(weight_P)[:, None]
-            dx_MD, dweight_M, factors = _gradients(_block_products(leaves, g), leaves, *rows, form)
+            x_MD, inner_M, dy_MD, weight_M = _cut((x_PD, inner, dy_PD, weight_P), n, block)
+            *found, factors = _gradients(
+                _block_products(leaves, g), leaves, x_MD, inner_M, dy_MD, weight_M[:, None], form
+            )
             for name, part, left, right in factors:
                 d = jnp.sum(right.astype(jnp.float32), axis=0) if left is None else _outer(left, right)
                 total = total | {name: total[name].at[_at(g, part)].add(d)}
-            return put(dx_PD, dx_MD), put(dweight_P, dweight_M), total
+            return *_put(whole, found, n), total
 
         zero = lambda a: jnp.zeros(a.shape, jnp.float32)  # noqa: E731
         trained = {name: zero(w) for name, w in leaves.items() if not _is_integer(name, leaves)}

@@ -6,7 +6,7 @@ import jax
 
 from podrl import offload
 from podrl.models.attention import ATTENTION_NAME
-from podrl.models.moe import ROUTES_NAME
+from podrl.models.moe import EXPERTS_NAME, ROUTES_NAME
 
 
 def _offload(prim: Any, *args: Any, **params: Any) -> Any:
@@ -14,7 +14,7 @@ def _offload(prim: Any, *args: Any, **params: Any) -> Any:
     if prim.name == "name":
         kept = jax.checkpoint_policies.save_and_offload_only_these_names(
             names_which_can_be_saved=[ROUTES_NAME],
-            names_which_can_be_offloaded=[ATTENTION_NAME],
+            names_which_can_be_offloaded=[ATTENTION_NAME, EXPERTS_NAME],
             offload_src="device",
             offload_dst=offload.HOST,
         )
@@ -27,7 +27,7 @@ POLICIES = {
     "full": jax.checkpoint_policies.save_only_these_names(ROUTES_NAME),
     "dots": jax.checkpoint_policies.save_from_both_policies(
         jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-        jax.checkpoint_policies.save_only_these_names(ATTENTION_NAME, ROUTES_NAME),
+        jax.checkpoint_policies.save_only_these_names(ATTENTION_NAME, EXPERTS_NAME, ROUTES_NAME),
     ),
     "offload": _offload,
 }

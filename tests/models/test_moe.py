@@ -245,6 +245,29 @@ def test_no_token_is_dropped_when_all_choose_the_same_experts():
     assert np.abs(out_BTD).max() > 0.1
 
 
+def test_tokens_that_nobody_reads_cost_no_rows_and_change_no_other():
+    config = config_with()
+    layer, x_BTD = random_layer(config), jnp.asarray(np.random.default_rng(1).normal(size=(2, 50, 16)), jnp.float32)
+    real_BT = jnp.asarray(np.random.default_rng(2).random((2, 50)) < 0.3)
+
+    def loss(layer, x_BTD, real_BT):
+        out_BTD, route_BTk = moe.feed_forward(x_BTD, layer, 0, config, real_BT=real_BT)
+        read_BTD = out_BTD if real_BT is None else jnp.where(real_BT[..., None], out_BTD, 0)
+        return jnp.sum(jnp.sin(read_BTD)), (out_BTD, route_BTk)
+
+    grads, (out_BTD, route_BTk) = jax.grad(loss, argnums=(0, 1), has_aux=True)(layer, x_BTD, real_BT)
+    whole_BTD, own_BTk = moe.feed_forward(x_BTD, layer, 0, config)
+    np.testing.assert_allclose(out_BTD, jnp.where(real_BT[..., None], whole_BTD, 0), atol=1e-6)
+    np.testing.assert_array_equal(route_BTk, own_BTk)  # recorded for all tokens
+    of_real = jax.grad(lambda layer, x: loss(layer, x[real_BT][None], None)[0], argnums=(0, 1))(layer, x_BTD)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * max(1, np.abs(b).max())), grads, of_real)
+
+    form = moe._Form(8, 1, "silu", 1.0, False)
+    choice_Xk = jnp.where(real_BT.reshape(-1, 1), own_BTk.reshape(-1, 2) - 1, config.experts.count)
+    plan = moe._plan(choice_Xk, form)
+    assert int(plan.live_P.sum()) == 2 * int(real_BT.sum()) and int(plan.count_E.sum()) == int(plan.live_P.sum())
+
+
 @pytest.mark.parametrize("lora", [LoraConfig(), INTEGERS], ids=["plain", "integers"])
 def test_experts_of_all_layers_in_one_array_are_those_of_each(lora):
     config = config_with(lora=lora)
@@ -316,6 +339,22 @@ def test_rematerialisation_changes_no_gradient(remat):
     want = jax.jit(jax.grad(lambda p: loss(p, "none")))(params)
     got = jax.jit(jax.grad(lambda p: loss(p, remat)))(params)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * max(1, np.abs(b).max())), got, want)
+
+
+def test_products_of_experts_are_computed_again_only_if_everything_is():
+    params, tokens_BT = random_params(CONFIG), np.arange(24, dtype=np.int32)[None] % 32
+
+    def loops(remat):
+        def loss(params):
+            hidden = decoder.hidden(
+                params, tokens_BT, np.ones_like(tokens_BT), np.arange(24)[None], CONFIG, remat=remat
+            )
+            return jnp.sum(decoder.unembed(params, hidden, CONFIG) ** 2)
+
+        text = jax.jit(jax.grad(loss)).lower(params).compile().as_text()
+        return len(re.findall(r" while\(", text))  # those over blocks of rows among them
+
+    assert loops("none") == loops("dots") < loops("full")
 
 
 def test_the_cost_is_that_of_the_chosen_experts():
