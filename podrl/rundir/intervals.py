@@ -56,8 +56,8 @@ def share_difference(value_P: Sequence[float]) -> tuple[float, float]:
 
 
 def format_interval(low_high: tuple[float, float] | None, *, percent: bool, signed: bool = False) -> str:
-    """Returns an interval in brackets, such as '[64.6, 100.0]'; '[?]' if it is not known."""
+    """Returns an interval in brackets, such as '[64.6, 100.0]'; '[all equal]' if there is none, see `mean`."""
     if low_high is None:
-        return "[?]"
+        return "[all equal]"
     scale, digits, sign = (100, 1, "+" if signed else "") if percent else (1, 3, "+" if signed else "")
     return "[" + ", ".join(f"{scale * end:{sign}.{digits}f}" for end in low_high) + "]"

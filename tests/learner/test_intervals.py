@@ -64,7 +64,7 @@ def test_shares_that_are_all_right_are_not_certain(capsys):
     values |= {"error/hard/sampled_pass": 0.0, "hard/records": 20.0, "greedy_reward": 3.0, "error/greedy_reward": 0.0}
     print_before_after(make_console(), {"before": values, "after": values})
     printed = capsys.readouterr().out
-    for text in ("100.0% [64.6, 100.0]", "+0.0 points [-35.4, +35.4]", "0.0% [0.0, 16.1]", "3.000 [?]"):
+    for text in ("100.0% [64.6, 100.0]", "+0.0 points [-35.4, +35.4]", "0.0% [0.0, 16.1]", "3.000 [all equal]"):
         assert text in printed, printed
     assert "± 0.0" not in printed
 

@@ -1,4 +1,6 @@
-"""Takes the pictures of docs/view.md, light and dark, wide and narrow: `python tests/view/pictures.py RUN OTHER TOOLS`.
+"""Takes the pictures of docs/view.md, light and dark, wide and narrow.
+
+    PYTHONPATH=.:tests python tests/view/pictures.py RUN OTHER TOOLS
 
 RUN is the default run; OTHER the same with `log.trace='updates'`, `log.plan` and another learning rate; TOOLS a run of
 two hosts with tools.
