@@ -4,12 +4,14 @@ import ast
 import functools
 import pathlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 CODE = ("podrl", "tests")
 _SETS_UP = "tests/conftest.py"
 # Only tests that name these files depend on them; any other file outside CODE may matter to any test.
 _APART = re.compile(r"docs/|benchmarks/|[\w/-]+\.md$|\.ci/(nightly-passed|long-tests|run)$")
+# Files of these folders matter only to tests that name the file or its folder, or that reach a file which does so.
+_NAMED = re.compile(r"configs/|podrl/view/static/|tests/.*[.](?!py$)\w+$")
 # A test with one of these words starts processes, or reads more files than it imports.
 _BEYOND = re.compile(
     r"subprocess|Popen|sys\.executable|multiprocessing|inspect|glob\(|benchmarks|docs|\.md\b|ROOT|parents\[(?!1\])"
@@ -29,8 +31,18 @@ class Reach:
     def untouched(self, test: str, changed: Sequence[str]) -> bool:
         """Returns True if a test file depends on none of the changed files; paths are relative to the root."""
         changed = [path for path in changed if not _APART.match(path)]
-        files = self.of(test)
-        return files is not None and self._paths.issuperset(changed) and files.isdisjoint(changed)
+        named = [path for path in changed if _NAMED.match(path)]
+        files, changed = self.of(test), set(changed).difference(named)
+        if files is None or not self._paths.issuperset(changed) or not files.isdisjoint(changed):
+            return False
+        return not any(self._names(files, path) for path in named)
+
+    def _names(self, files: Iterable[str], path: str) -> bool:
+        """Returns True if one of `files`, of which those of podrl count only for files of podrl, names `path`."""
+        *_, folder, name = path.split("/")
+        words = re.compile(rf"\b({re.escape(folder)}|{re.escape(name.rpartition('.')[0])})\b")
+        tops = "podrl/" if path.startswith("podrl/") else "tests/"
+        return any(words.search(self._source(file)) for file in files if file.startswith(("tests/", tops)))
 
     @functools.cache  # noqa: B019 - as below
     def of(self, test: str) -> frozenset[str] | None:

@@ -111,12 +111,14 @@ def test_a_path_that_was_renamed_is_refused():
 
 FILES = {
     "podrl/__init__.py": '_HOME = {"Loss": "podrl.late.loss"}',
-    "podrl/plain.py": 'import logging\n_log = logging.getLogger("podrl.late")',
+    "podrl/plain.py": 'static = "first"\nimport logging\n_log = logging.getLogger("podrl.late")',
     "podrl/late/__init__.py": "",
     "podrl/late/loss.py": "def f():\n    from podrl import plain",
     "podrl/late/worker.py": "",
     "podrl/start.py": 'NAME = "podrl.late.worker:main"\nLOG = "podrl.nothing"',
     "podrl/data.json": "{}",
+    "podrl/view/static/page.js": "",
+    "configs/first.py": "",
     "docs/page.md": "",
     "tests/conftest.py": "import setup_of_all",
     "tests/setup_of_all.py": "import subprocess",
@@ -128,8 +130,12 @@ FILES = {
     "tests/y/acts.py": "",
     "tests/y/test_helped.py": "import helper\nprint(__file__)",
     "tests/y/test_package.py": "import podrl.late",
+    "tests/y/data/some.json": "{}",
+    "tests/y/test_config.py": 'CONFIG = "first.py"',
+    "tests/y/test_data.py": 'HERE = "data"',
     "tests/y/test_none.py": "import json",
 }
+ALL = {"late", "helped", "package", "config", "data", "none"}  # tests whose imports tell what they depend on
 ALWAYS = {"tests/conftest.py", "tests/setup_of_all.py"}
 
 
@@ -166,11 +172,15 @@ def test_what_a_test_file_depends_on(test, files, checkout):
 @pytest.mark.parametrize(
     ("changed", "left_out"),
     [
-        ([], {"late", "helped", "package", "none"}),
-        (["docs/page.md", ".ci/nightly-passed", "benchmarks/step.py"], {"late", "helped", "package", "none"}),
-        (["podrl/plain.py"], {"none"}),
-        (["podrl/start.py"], {"helped", "package", "none"}),
-        (["tests/y/acts.py", "tests/x/test_late.py"], {"package", "none"}),
+        ([], ALL),
+        (["docs/page.md", ".ci/nightly-passed", "benchmarks/step.py"], ALL),
+        (["podrl/plain.py"], {"config", "data", "none"}),
+        (["podrl/start.py"], ALL - {"late"}),
+        (["tests/y/acts.py", "tests/x/test_late.py"], ALL - {"late", "helped"}),
+        (["configs/first.py"], ALL - {"config"}),  # podrl/plain.py names it, too, but a test says which config is read
+        (["tests/y/data/some.json"], ALL - {"data"}),
+        (["podrl/view/static/page.js"], ALL - {"late", "helped", "package"}),  # these reach podrl/plain.py
+        (["configs/first.py", "podrl/start.py"], ALL - {"config", "late"}),
         (["tests/setup_of_all.py"], set()),
         (["podrl/data.json"], set()),
         (["podrl/gone.py"], set()),
