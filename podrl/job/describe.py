@@ -16,7 +16,7 @@ from podrl.data.mixture import split
 from podrl.data.pipeline import replaced_fields, system_prompt, takes_system_prompt, task_fields
 from podrl.job.config import Job
 from podrl.job.evaluation import unmeasured
-from podrl.job.placement import EvaluationConfig, Meshes
+from podrl.job.placement import Meshes, RolesConfig
 from podrl.job.weights import copies, model_of
 from podrl.learner.no_updates import no_update_reasons, no_update_reasons_on_samples
 from podrl.mappings import JsonObject
@@ -24,10 +24,10 @@ from podrl.mesh.build import describe_mesh
 from podrl.models import moe
 from podrl.rundir.about import About, Table, print_about
 from podrl.runtime.pod import Pod
-from podrl.runtime.roles import EVAL, TRAINER
+from podrl.runtime.roles import EVAL, ROLLOUT, TRAINER
 from podrl.trainer.pack_shape import PackShape
 
-_ON_ROLLOUT = EvaluationConfig()
+_DEFAULT_ROLES = RolesConfig()
 
 
 def device_line() -> str:
@@ -37,7 +37,7 @@ def device_line() -> str:
 
 
 def role_rows(
-    on: Meshes, auxiliary: Mapping[str, str], pod: Pod | None = None, evaluation: EvaluationConfig = _ON_ROLLOUT
+    on: Meshes, auxiliary: Mapping[str, str], pod: Pod | None = None, roles: RolesConfig = _DEFAULT_ROLES
 ) -> list[list[str]]:
     """Makes one row per role: its mesh, its devices, and its processes.
 
@@ -45,19 +45,28 @@ def role_rows(
       on: meshes of all roles.
       auxiliary: descriptions of the roles 'critic', 'teacher' and 'reward', as far as the job has them.
       pod: the job's processes; None for one process.
-      evaluation: the configured hosts for evaluations.
+      roles: the configured meshes, and hosts for evaluations.
     """
+    evaluation = roles.eval
     does = {
         "trainer": "actor, reference: updates and log-probabilities",
         "rollout": f"rollout: batched decoding{'' if evaluation.hosts else ', evaluation'}",
         **auxiliary,
     }
-    table = []
+    table, of_hosts = [], {}
+    if pod is not None and pod.seat.disposable:  # no other process sees the devices of a rollout host
+        meshes = {ROLLOUT: roles.rollout.mesh, "reward": roles.reward.mesh.replace(ROLLOUT, roles.rollout.mesh)}
+        count = pod.seat.hosts.replica
+        each = f"of each {count} hosts" if count > 1 else "of each host"
+        of_hosts = {role: f"{mesh.replace('auto', 'data=-1')} {each}" for role, mesh in meshes.items()}
     for role, what in does.items():
+        if role in of_hosts:
+            table.append([role, of_hosts[role], "", "", _processes(role, pod), what])
+            continue
         mesh: Mesh = getattr(on, role)
         ids = _ranges([d.id for d in mesh.devices.flat])
         table.append([role, describe_mesh(mesh), f"{mesh.size}", ids, _processes(role, pod), what])
-    if evaluation.hosts:  # no other process sees their devices, so none are listed
+    if evaluation.hosts:
         process = f"hosts {evaluation.hosts}" if pod is None else _processes(EVAL, pod)
         table.append([EVAL, "as a rollout host", "", "", process, "evaluation and nothing else"])
     return table
@@ -121,7 +130,7 @@ def about_job(job: Job, on: Meshes, pod: Pod | None = None, code: str = "") -> A
       code: URL of the user's code, with its SHA-256; '' for none.
     """
     header = ["role", "mesh", "devices", "ids", "process", "does"]
-    rows = role_rows(on, _auxiliary_models(job), pod, job.roles.eval)
+    rows = role_rows(on, _auxiliary_models(job), pod, job.roles)
     tables = [Table(f"Roles ({device_line()})", header, rows)]
     rows = offline_rows(job, on) if job.kind.offline else batch_rows(job, on)
     tables.append(Table("Batch arithmetic", ["what", "number", "from"], rows))

@@ -162,6 +162,29 @@ def test_the_roles_name_their_processes():
     assert again[0][4] == f"host 0: {os.getpid()}, host 1: 4711 on elsewhere"
 
 
+def test_rollout_hosts_of_a_split_pod_have_the_configured_mesh_and_not_the_trainers():
+    mesh, auxiliary = make_mesh("fsdp=8"), {"reward": "reward model: scores of samples"}
+    shown = {}
+    for replica, roles in (
+        (1, placement.RolesConfig()),
+        (2, placement.RolesConfig(rollout=placement.RoleConfig("tensor=4"))),
+        (1, placement.RolesConfig(reward=placement.AuxiliaryConfig("fsdp=2"))),
+    ):
+        with joined(Hosts((0,), (1, 2), replica), disposable=True) as (leader, *_):
+            rows = describe.role_rows(placement.Meshes(mesh, mesh, mesh, mesh), auxiliary, leader, roles)
+            shown[replica, roles.reward.mesh] = [row[:4] for row in rows]
+    trainer, nothing = ["trainer", "fsdp=8", "8", "0-7"], ["", ""]
+    assert shown == {
+        (1, "rollout"): [trainer, *([r, "data=-1 of each host", *nothing] for r in ("rollout", "reward"))],
+        (2, "rollout"): [trainer, *([r, "tensor=4 of each 2 hosts", *nothing] for r in ("rollout", "reward"))],
+        (1, "fsdp=2"): [
+            trainer,
+            ["rollout", "data=-1 of each host", *nothing],
+            ["reward", "fsdp=2 of each host", *nothing],
+        ],
+    }
+
+
 @pytest.mark.parametrize("key", ["data.path", "model.reference", "model.critic", "reward.model"])
 def test_every_place_a_job_reads_is_asked_before_it_starts(key):
     values = load_config(find_config("grpo_gemma.py")).to_dict()
