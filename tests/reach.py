@@ -32,8 +32,8 @@ class Reach:
         """Returns True if a test file depends on none of the changed files; paths are relative to the root."""
         changed = [path for path in changed if not _APART.match(path)]
         named = [path for path in changed if _NAMED.match(path)]
-        files, changed = self.of(test), set(changed).difference(named)
-        if files is None or not self._paths.issuperset(changed) or not files.isdisjoint(changed):
+        files, code = self.of(test), set(changed).difference(named)
+        if files is None or not self._paths.issuperset(code) or not files.isdisjoint(code):
             return False
         return not any(self._names(files, path) for path in named)
 
