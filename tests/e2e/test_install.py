@@ -28,10 +28,11 @@ def run(*command, cwd, fails=False):
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory):
     """Copies the sources that a build needs, for setuptools leaves files behind."""
-    copy = tmp_path_factory.mktemp("copy")
+    copy = tmp_path_factory.mktemp("copy") / "podrl"
+    copy.mkdir()
     for name in ("podrl", "configs", "launch"):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+    for name in ("__init__.py", "pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy)
     return copy
 
@@ -99,5 +100,7 @@ def test_a_wheel_runs_from_an_empty_directory(wheel, tmp_path):
 def test_an_editable_install_runs_from_an_empty_directory(checkout, tmp_path):
     python, _ = environment(tmp_path / "venv")
     pip(python, "install", "--editable", checkout, cwd=tmp_path)
-    assert run(python, "-c", SEEN, cwd=tmp_path).split() == [str(checkout / "podrl"), "podrl.launchers.gke"]
+    for folder in (tmp_path, checkout, checkout.parent):  # in the last, a folder has the package's name
+        assert run(python, "-c", SEEN, cwd=folder).split() == [str(checkout / "podrl"), "podrl.launchers.gke"]
+    assert "--config" in run(python, "-m", "podrl.launch", "--help", cwd=checkout.parent)
     works(python, tmp_path / "empty")

@@ -1,0 +1,17 @@
+"""Stands for the package if Python finds this checkout first: started in the folder that holds it, `podrl` names both.
+
+Without this file Python would take the checkout itself for the package, even if podrl is installed (`pip install -e`).
+"""
+
+import importlib.util
+import pathlib
+import sys
+
+if __name__ == "podrl":
+    _package = pathlib.Path(__file__).parent / "podrl"
+    _spec = importlib.util.spec_from_file_location(
+        __name__, _package / "__init__.py", submodule_search_locations=[str(_package)]
+    )
+    assert _spec is not None and _spec.loader is not None
+    sys.modules[__name__] = importlib.util.module_from_spec(_spec)
+    _spec.loader.exec_module(sys.modules[__name__])
