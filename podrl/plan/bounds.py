@@ -4,7 +4,7 @@ import jax.numpy as jnp
 
 from podrl.job.weights import device_bytes
 from podrl.mesh.rules import batch_shards, time_shards
-from podrl.models import parameters
+from podrl.models import moe, parameters
 from podrl.models.config import ModelConfig
 from podrl.plan.programs import ROLLOUT, Setting
 from podrl.plan.training import HINTED, LIKELY, TEACHING, filled_micro_batches, training_programs
@@ -16,7 +16,8 @@ def least_bytes(side: str, setting: Setting) -> float:
 
     The trainer needs parameters, moments, the parameters of a reference or a teacher, and the activations that the
     backward pass keeps of every layer: the layer's input and, unless `trainer.remat` is 'full' or 'offload', the
-    projections of attention and feed-forward; also the per-layer embeddings. The rollout needs the weights.
+    projections of attention and feed-forward (not those of experts that are spread over devices); also the per-layer
+    embeddings. The rollout needs the weights.
     """
     if side == ROLLOUT:
         mesh = setting.rollout_mesh()
@@ -33,7 +34,10 @@ def least_bytes(side: str, setting: Setting) -> float:
             mixed = heads * alike.head_dim
             if (linear := alike.delta) is not None:
                 mixed = linear.channels + linear.outputs
-            width += (mixed + 2 * alike.active_ffn_dim) / tensor
+            inner, experts = alike.active_ffn_dim, alike.experts
+            if experts is not None and moe.spread_over(experts, mesh):
+                inner -= experts.chosen * experts.ffn_dim
+            width += (mixed + 2 * inner) / tensor
         kept += alike.num_layers * width
     activations = tokens * kept * jnp.dtype(training.dtype).itemsize
     return device_bytes((state, frozen, setting.reference_params(mesh))) + activations

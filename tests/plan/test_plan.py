@@ -494,6 +494,25 @@ def test_what_is_too_large_for_certain_is_not_compiled(monkeypatch: pytest.Monke
 
 
 @needs_libtpu
+def test_products_of_experts_are_kept_only_where_a_device_has_all_experts(monkeypatch):
+    job: dict = {"model": {"path": "", "size": "qwen3-30b-a3b"}, "rollout": _PROMPTS}
+
+    def kept(mesh: str) -> float:
+        """Counts the bytes that remat='dots' keeps more than 'full'."""
+        full, dots = (
+            least_bytes("trainer", _setting(monkeypatch, "v5p:2x2x4", **job | {"roles": roles, "trainer": trainer}))
+            for roles, trainer in (({"trainer": {"mesh": mesh}}, {"remat": remat}) for remat in ("full", "dots"))
+        )
+        return dots - full
+
+    setting = _setting(monkeypatch, "v5p:2x2x4", **job)
+    shape, model = setting.job.pack_shape(setting.trainer_mesh()), setting.model
+    inner = shape.rows * shape.tokens / 16 * model.num_layers * 2 * model.active_ffn_dim
+    item = jnp.dtype(setting.job.trainer.dtype).itemsize
+    assert kept("fsdp=16") - kept("fsdp=4,expert=4") == pytest.approx(inner * item, rel=1e-6)
+
+
+@needs_libtpu
 def test_what_full_takes_for_certain_is_counted_and_left_out_where_that_is_too_long(monkeypatch: pytest.MonkeyPatch):
     job: dict = {"model": {"path": "", "size": "llama3-8b"}, "rollout": _PROMPTS, "grpo": {"beta": 0.0}}
     job["roles"] = {"trainer": {"mesh": "fsdp=8"}}
