@@ -172,23 +172,31 @@ class Stream(Generic[Item]):
     def look(self, most: int) -> None:
         """Prepares the first `most` records of every source, and warns if some of them are too long.
 
+        If all are too long, the next record that fits is searched for as in a run. The stream's position stays.
+
         Raises:
           BatchError: a record cannot be prepared; the message names its place.
-          ValueError: all records of the only source are too long.
+          ValueError: all records of the only source, or too many in a row, are too long.
         """
+        none_fits = True
         for part, (source, name) in enumerate(zip(self._sources, self._names, strict=True)):
             looked, long = min(most, len(source)), 0
             for i in range(looked):
                 long += isinstance(self.make_item(i, part, i), TooLong)
                 if (i + 1) % _REPORT_EVERY == 0:
                     _log.info("%d of %d records%s are checked.", i + 1, looked, f" of {name}" * bool(name))
-            if long == self.records:  # the run would find out at its first batch
+            if long == self.records:
                 raise self.unfit(2 * long)
+            none_fits = none_fits and long == looked
             if long:
                 _log.warning(
                     "%d of the first %d records%s are longer than %d tokens, which is %s, and are left out.",
                     *(long, looked, f" of {name}" * bool(name), self._limit.tokens, self._limit.key),
                 )
+        if none_fits:
+            position = self.state()
+            self._next()
+            self.restore(position)
 
     def state(self) -> bytes:
         """Returns the stream's position, as JSON."""

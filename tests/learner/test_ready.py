@@ -13,6 +13,8 @@ import podrl
 from podrl.cluster.rl_cluster import RLCluster
 from podrl.config import merge
 from podrl.data import conversation
+from podrl.data import curriculum as curricula
+from podrl.data import stream as streams
 from podrl.data.mixture import split
 from podrl.data.tokenizer import Tokenizer
 from podrl.job import evaluation, job, ready
@@ -482,6 +484,24 @@ def test_a_record_that_cannot_be_rendered_is_named_when_it_is_drawn(tmp_path, al
     # The loop saves the finished steps before such an error ends it.
     with pytest.raises(BatchError, match=rf"d\.jsonl line {ready._FEW + 1}: .*(tool|call)"):
         next(stream)
+
+
+@pytest.mark.parametrize("curriculum", [{}, {"retire_after": 2}])
+def test_generated_problems_that_are_all_too_long_are_refused(capsys, monkeypatch, curriculum):
+    monkeypatch.setattr(streams, "MOST_IN_A_ROW", 100)
+    monkeypatch.setattr(curricula, "MOST_IN_A_ROW", 100)
+    made = values("grpo", data={"path": "problems", "curriculum": curriculum}, rollout={"max_prompt_length": 4})
+    refused(made, r"100 records in a row are longer than 4 tokens: raise rollout\.max_prompt_length=4\.", capsys)
+
+
+@pytest.mark.parametrize("curriculum", [{}, {"retire_after": 2}])
+def test_looking_for_a_record_that_fits_moves_no_stream(tmp_path, curriculum):
+    long, short = ({"question": text, "answer": "1"} for text in ("one " * 200, "one"))
+    data = records(tmp_path, *[long] * 20, short) | {"shuffle": False, "curriculum": curriculum}
+    made = parse(values("grpo", data=data, rollout={"prompts_per_step": 1, "max_prompt_length": 64}))
+    stream, other = (made.kind.stream(made, Tokenizer(podrl.TINY)) for _ in range(2))
+    stream.look(8)
+    assert next(stream).text == next(other).text and stream.state() == other.state()
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", *GIVEN])
