@@ -349,8 +349,9 @@ def _check_playable(environment: Any) -> None:
     """
     a_class, run = inspect.isclass(environment), getattr(environment, "run", None)
     name = environment.__name__ if a_class else f"the {type(environment).__name__} {short(environment)}"
-    if not callable(run):
-        raise LoadError(f"{name} has no `async def run(self, task, model)`.")
+    if not callable(run) or (inspect.isroutine(run) and not inspect.iscoroutinefunction(inspect.unwrap(run))):
+        other = ", but a plain `def run`: write `async` before it" if callable(run) else ""
+        raise LoadError(f"{name} has no `async def run(self, task, model)`{other}.")
     try:
         if a_class:
             inspect.signature(environment).bind()

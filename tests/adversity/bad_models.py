@@ -258,6 +258,11 @@ ENVIRONMENTS = {
     "without run": environment(
         ["env.environment='mine.py:Game'", "Game has no `async def run("], "class Game: ...\n", _GAME
     ),
+    "run that is no coroutine": environment(
+        ["env.environment='mine.py:Game'", "Game has no `async def run(", "write `async` before it"],
+        "class Game:\n    def run(self, task, model):\n        pass\n",
+        _GAME,
+    ),
     "run without the model": environment(
         ["env.environment='mine.py:Game'", "`run` of Game is called with task and model: too many"],
         "class Game:\n    async def run(self, task):\n        pass\n",
