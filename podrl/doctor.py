@@ -17,6 +17,7 @@ from podrl.config import plural
 from podrl.rundir.checks import CHECKS
 from podrl.rundir.console import make_console
 from podrl.rundir.findings import Finding, examine
+from podrl.rundir.history import WINDOW
 from podrl.rundir.metrics import read_records
 from podrl.runtime.arguments import Parser
 from podrl.runtime.watchdog import EXIT_DONE, EXIT_USER
@@ -75,6 +76,8 @@ def main(argv: Sequence[str]) -> int:
     if not found and not args.json:
         steps = sum("time/step" in record for record in read_records(args.run, "metrics.jsonl"))
         console.print(f"Nothing found: {len(CHECKS)} checks over {plural(steps, 'step')} of {args.run}.")
+        if steps < 2 * WINDOW:
+            console.print(f"Many checks compare steps: they need {WINDOW} to {2 * WINDOW} steps to find anything.")
     return EXIT_USER if found else EXIT_DONE
 
 

@@ -219,6 +219,7 @@ class SampleLearner:
         if rl_cluster.reward_source and not config.model:
             config = dataclasses.replace(config, model=rl_cluster.reward_source)
         self._reward_config = config
+        self._trained_to = 0  # steps that `train` has made without files, which a further call could not go on from
         self._generate: Generator | None = None  # set while `train` runs, if this process generates
         self._prompts = 0
 
@@ -265,9 +266,16 @@ class SampleLearner:
           checkpoint: settings of the checkpoints, a CheckpointConfig or a dict of its fields; excludes `run`.
 
         Raises:
-          ValueError: arguments contradict each other, or do not have the forms described above.
+          ValueError: arguments contradict each other, or do not have the forms described above; or an earlier call
+            trained without files, so that this one cannot go on from it.
         """
         training = self.cluster.training_config
+        if self._trained_to:
+            raise ValueError(
+                f"This learner has trained {plural(self._trained_to, 'step')} without files, and cannot go on: set "
+                "training_config.checkpoint_root_directory, with which a call of train goes on where the last one "
+                "ended (training_config.max_steps counts from the first step), or make a new cluster and learner."
+            )
         listed = not isinstance(train_ds, PromptStream)
         if not isinstance(train_ds, PromptStream):
             items, size = from_batches(list(train_ds))
@@ -327,6 +335,7 @@ class SampleLearner:
             step = fit(self.cluster, train_ds, run, schedule, workload, trained=trained, offline=False, pod=self._pod)
             if own and run.leads and run.workdir is not None and step == schedule.max_steps:
                 write_ending(run, {"seed": self.cluster.seed})
+            self._trained_to = 0 if run.place else step
             return step
 
     def _listed(self, items: Sequence[str | Record], size: int, *, shuffle_seed: int | None = None) -> PromptStream:

@@ -635,11 +635,12 @@ class Rewards:
           what: description of the failure, for the end of the message.
         """
         end = time.monotonic() + self._config.deadline_s
-        where = f"a batch of {len(part.completions)}; none of its samples fails alone"
+        batch = plural(len(part.completions), "sample")
+        where = f"{batch} at once, and for none of them alone"
         for index in range(len(part.completions)):
             left = end - time.monotonic()
             if left <= 0:
-                where = f"a batch of {len(part.completions)}; the first {index} of its samples do not fail alone"
+                where = f"{batch} at once, and for none of the first {index} of them alone"
                 break
             try:
                 reply = self._call(function, part.one(index), left)
@@ -649,7 +650,7 @@ class Rewards:
                 where = part.show(index)
                 break
         else:
-            where += f", as {part.show(0)}"
+            where += f"; the first is {part.show(0)}"
         return RewardError(f"Reward function {function.name} failed for {where}: {what}{self._advice(what)}")
 
     def _advice(self, what: str) -> str:

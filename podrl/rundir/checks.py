@@ -23,6 +23,7 @@ UNEVEN = 0.5  # share of the evenness in the first steps
 KL_LIMIT = 1.0  # nats per token
 SPIKE = 10.0  # times the median gradient norm
 FAILING = 0.5  # share of a tool's calls
+_UNKNOWN = "unknown"  # stands for the tools that models call and that do not exist
 STARVED = 0.25  # share of a step's time
 UNPAID = 0.95  # share of samples with reward 0
 REPEATED = 8  # consecutive repetitions of a piece of text
@@ -518,14 +519,21 @@ def _served(now: LogRecord, past: Past) -> str:
     key="the tool (env.tools, env.mcp), env.call_deadline_s, env.concurrency; samples.jsonl has what it answered",
 )
 def _tools(now: LogRecord, past: Past) -> str:
-    for name in sorted(name for name in now if re.fullmatch(r"tools/.+/calls", name)):
-        tool = name.split("/")[1]
-        calls, failures = (
-            [number(record, f"tools/{tool}/{count_name}") or 0.0 for record in [*past.last, now][-WINDOW:]]
-            for count_name in ("calls", "failures")
+    records = [*past.last, now][-WINDOW:]
+    count = lambda tool, what: sum(number(record, f"tools/{tool}/{what}") or 0.0 for record in records)  # noqa: E731
+    tools = sorted(name.split("/")[1] for name in now if re.fullmatch(r"tools/.+/calls", name))
+    if len(records) < WINDOW:
+        return ""
+    for tool in tools:
+        calls, failures = count(tool, "calls"), count(tool, "failures")
+        if tool != _UNKNOWN and calls >= 10 and failures > FAILING * calls:
+            return f"{failures:.0f} of {calls:.0f} calls of {tool} in {WINDOW} steps failed"
+    calls, nowhere = sum(count(tool, "calls") for tool in tools), count(_UNKNOWN, "calls")
+    if calls >= 10 and nowhere > FAILING * calls:
+        return (
+            f"{nowhere:.0f} of {calls:.0f} calls in {WINDOW} steps named a tool that does not exist: the prompts must "
+            "tell the model its tools (data.system_prompt, or a chat template that lists them)"
         )
-        if tool != "unknown" and len(calls) == WINDOW and sum(calls) >= 10 and sum(failures) > FAILING * sum(calls):
-            return f"{sum(failures):.0f} of {sum(calls):.0f} calls of {tool} in {WINDOW} steps failed"
     return ""
 
 

@@ -162,6 +162,7 @@ PLANTED = [
     ("adapters without effect", "lora", no_signal_for_adapters, 7, "actor/grad_norm is 0"),
     ("adapters not served", "lora", same_evaluation, 12, "after step 0"),
     ("tools that fail", "tools", lambda r: put(r, "tools/calculator/failures", lambda v: v + 40, 15), 17, "calculator"),
+    ("tools that fail", "tools", lambda r: put(r, "tools/unknown/calls", 4000.0, 15), 15, "a tool that does not exist"),
     ("evaluation off the training distribution", "grpo", learned_by_heart, 12, "eval/sampled_reward by 0"),
     ("evaluation gets worse", "grpo", forgets, 12, "eval/sampled_reward was"),
     ("the trainer waits for samples", "stale", lambda r: put(r, "perf/waits_samples", 0.7, 6), 15, "0.70 over 10"),
