@@ -159,8 +159,8 @@ def print_before_after(console: rich.console.Console, summary: JsonObject) -> No
             rows.append([name, *cells, ""])
             continue
         paired = summary.get("change", {}).get(name) or _change(before, after, name)
-        moved = format_interval(paired, percent=share, signed=True)
-        change = f"{scale * (end - start):+.{digits}f}{' points' * share} {moved}"
+        moved = "" if paired is None else f" {format_interval(paired, percent=share, signed=True)}"
+        change = f"{scale * (end - start):+.{digits}f}{' points' * share}{moved}"
         rows.append([name, *cells, change])
     if rows:
         count = after.get(_RECORDS)
