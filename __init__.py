@@ -1,6 +1,7 @@
-"""Stands for the package if Python finds this checkout first: started in the folder that holds it, `podrl` names both.
+"""Makes `import podrl` work in the folder that holds this checkout.
 
-Without this file Python would take the checkout itself for the package, even if podrl is installed (`pip install -e`).
+There a checkout named podrl has the name of the package, and Python finds it first, even if podrl is installed with
+`pip install -e`. This file then puts the package in its own place.
 """
 
 import importlib.util

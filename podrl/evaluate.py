@@ -473,7 +473,7 @@ def _print(result: JsonObject, models: Mapping[str, str], sets: Mapping[str, str
         return [
             title,
             *(
-                f"{100 * one['mean']:.1f} "
+                f"{100 * one['mean']:.1f}"
                 + intervals.format_interval((one["low"], one["high"]) if "low" in one else None, percent=True)
                 for one in found.values()
             ),

@@ -35,10 +35,10 @@ class Reach:
         files, code = self.of(test), set(changed).difference(named)
         if files is None or not self._paths.issuperset(code) or not files.isdisjoint(code):
             return False
-        return not any(self._names(files, path) for path in named)
+        return not any(self._mentioned(path, files) for path in named)
 
-    def _names(self, files: Iterable[str], path: str) -> bool:
-        """Returns True if one of `files`, of which those of podrl count only for files of podrl, names `path`."""
+    def _mentioned(self, path: str, files: Iterable[str]) -> bool:
+        """Returns True if a file names the last folder or the name of `path`; podrl's files count only for its own."""
         *_, folder, name = path.split("/")
         words = re.compile(rf"\b({re.escape(folder)}|{re.escape(name.rpartition('.')[0])})\b")
         tops = "podrl/" if path.startswith("podrl/") else "tests/"

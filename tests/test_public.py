@@ -41,6 +41,7 @@ def test_the_table_of_defaults_lists_every_one_that_differs():
 
 def test_every_public_name_exists():
     assert {name: getattr(podrl, name).__module__ for name in podrl.__all__}
+    assert set(podrl.__all__) <= set(dir(podrl))
     with pytest.raises(AttributeError, match="GRPOLearner"):
         _ = podrl.GRPOTrainer
 

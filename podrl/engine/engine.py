@@ -493,8 +493,8 @@ class Engine:
         real_BT: Array | None = None,
     ) -> tuple[Array, Array]:
         mesh, tpu = jax.sharding.get_abstract_mesh(), on_tpu(self.mesh)
-        given = {"router_BTD": router_BTD, "real_BT": real_BT}
-        return moe.feed_forward(h_BTD, layer, info.index, self.model, mesh=mesh, inside=True, tpu=tpu, **given)
+        feed_forward = functools.partial(moe.feed_forward, mesh=mesh, inside=True, tpu=tpu)
+        return feed_forward(h_BTD, layer, info.index, self.model, router_BTD=router_BTD, real_BT=real_BT)
 
     def _ends(self, params: PyTree) -> PyTree:
         """Gathers embedding, final norm and output matrix along fsdp."""

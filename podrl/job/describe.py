@@ -55,10 +55,11 @@ def role_rows(
     }
     table, of_hosts = [], {}
     if pod is not None and pod.seat.disposable:  # no other process sees the devices of a rollout host
-        meshes = {ROLLOUT: roles.rollout.mesh, "reward": roles.reward.mesh.replace(ROLLOUT, roles.rollout.mesh)}
-        count = pod.seat.hosts.replica
-        each = f"of each {count} hosts" if count > 1 else "of each host"
-        of_hosts = {role: f"{mesh.replace('auto', 'data=-1')} {each}" for role, mesh in meshes.items()}
+        mesh, count = roles.rollout.mesh, pod.seat.hosts.replica
+        each = f"of every {count} hosts" if count > 1 else "of every host"
+        of_hosts[ROLLOUT] = of_hosts["reward"] = f"{'data=-1' if mesh == 'auto' else mesh} {each}"
+        if roles.reward.mesh != ROLLOUT:
+            of_hosts["reward"] = f"{roles.reward.mesh} {each}"
     for role, what in does.items():
         if role in of_hosts:
             table.append([role, of_hosts[role], "", "", _processes(role, pod), what])

@@ -1,6 +1,7 @@
 """The decoder: the forward pass that training and decoding share."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 
@@ -366,7 +367,7 @@ class _Pass:
     def step(self, kind: int, alike: ModelConfig, lent: Mapping[int, tuple[Array, Array]], waiting: PyTree) -> Callable:
         """Builds the step of a kind of layer, with the weights that are `waiting` in the host's memory; layers that
         reuse keys take them from `lent`, by the lending kind."""
-        config, mesh, tpu = self.config, self.mesh, on_tpu(self.mesh)
+        config, mesh, tpu, real_BT = self.config, self.mesh, on_tpu(self.mesh), self.segment_BT != 0
         place_L = jnp.asarray([place for _, place in config.places()])
 
         def mix(h_BTD: Array, layer: PyTree, project: delta.Project) -> tuple[Array, None]:
@@ -390,6 +391,7 @@ class _Pass:
             return out, (k_BTKH, v_BTKH)
 
         mixer = attend if alike.delta is None else mix
+        feed_forward = functools.partial(moe.feed_forward, config=config, mesh=mesh, tpu=tpu, real_BT=real_BT)
 
         def step(carry: tuple, xs: tuple[PyTree, LayerInfo, Array | None]) -> tuple[tuple, Array | None]:
             (x_BTD, keys), (layer, info, route_BTk) = carry, xs
@@ -397,8 +399,7 @@ class _Pass:
             drop = drop_nothing if self.dropout_key is None else adapter_dropout(config, self.dropout_key, info.index)
 
             def routed(h_BTD: Array, layer: PyTree, info: LayerInfo, router_BTD: Array | None) -> tuple[Array, Array]:
-                given = {"route_BTk": route_BTk, "router_BTD": router_BTD, "real_BT": self.segment_BT != 0}
-                return moe.feed_forward(h_BTD, layer, info.index, config, mesh=mesh, tpu=tpu, **given)
+                return feed_forward(h_BTD, layer, info.index, route_BTk=route_BTk, router_BTD=router_BTD)
 
             x_BTD, own_keys, own_BTk = block(x_BTD, layer, info, self.position_BT, alike, mixer, mesh, drop, routed)
             keys = {**keys, kind: own_keys} if kind in keys else keys

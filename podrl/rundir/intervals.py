@@ -56,8 +56,8 @@ def share_difference(value_P: Sequence[float]) -> tuple[float, float]:
 
 
 def format_interval(low_high: tuple[float, float] | None, *, percent: bool, signed: bool = False) -> str:
-    """Returns an interval in brackets, such as '[64.6, 100.0]'; '[all equal]' if there is none, see `mean`."""
+    """Writes an interval behind the number that it belongs to, such as ' [64.6, 100.0]'; '' if there is none."""
     if low_high is None:
-        return "[all equal]"
+        return ""
     scale, digits, sign = (100, 1, "+" if signed else "") if percent else (1, 3, "+" if signed else "")
-    return "[" + ", ".join(f"{scale * end:{sign}.{digits}f}" for end in low_high) + "]"
+    return " [" + ", ".join(f"{scale * end:{sign}.{digits}f}" for end in low_high) + "]"

@@ -150,7 +150,7 @@ def print_before_after(console: rich.console.Console, summary: JsonObject) -> No
         share = is_share(name)
         unit, scale, digits = ("%", 100, 1) if share else ("", 1, 3)
         cells = [
-            f"{scale * values[name]:.{digits}f}{unit} {format_interval(interval_of(values, name), percent=share)}"
+            f"{scale * values[name]:.{digits}f}{unit}{format_interval(interval_of(values, name), percent=share)}"
             if values.get(name) is not None
             else "not measured"
             for values in (before, after)
@@ -159,7 +159,7 @@ def print_before_after(console: rich.console.Console, summary: JsonObject) -> No
             rows.append([name, *cells, ""])
             continue
         paired = summary.get("change", {}).get(name) or _change(before, after, name)
-        moved = "" if paired is None else f" {format_interval(paired, percent=share, signed=True)}"
+        moved = format_interval(paired, percent=share, signed=True)
         change = f"{scale * (end - start):+.{digits}f}{' points' * share}{moved}"
         rows.append([name, *cells, change])
     if rows:

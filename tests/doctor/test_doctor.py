@@ -177,7 +177,15 @@ PLANTED = [
 def test_a_healthy_run_is_without_a_finding(name, tmp_path, capsys):
     assert doctor.main([recorded.write(recorded.run(name), tmp_path / name)]) == 0
     said = capsys.readouterr().out
-    assert f"Nothing found: {len(CHECKS)} checks over 24 steps" in said
+    assert f"Nothing found: {len(CHECKS)} checks over 24 steps" in said and "Many checks" not in said
+
+
+def test_a_short_run_is_not_called_healthy(tmp_path, capsys):
+    run = recorded.run("grpo")
+    run["metrics"] = [record for record in run["metrics"] if record["step"] <= 3]
+    assert doctor.main([recorded.write(run, tmp_path / "short")]) == 0
+    assert "checks over 3 steps" in (said := capsys.readouterr().out)
+    assert "Many checks compare steps: they need 5 to 10 steps to find anything." in said
 
 
 @pytest.mark.parametrize(("name", "where", "change", "step", "words"), PLANTED)

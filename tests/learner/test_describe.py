@@ -175,12 +175,12 @@ def test_rollout_hosts_of_a_split_pod_have_the_configured_mesh_and_not_the_train
             shown[replica, roles.reward.mesh] = [row[:4] for row in rows]
     trainer, nothing = ["trainer", "fsdp=8", "8", "0-7"], ["", ""]
     assert shown == {
-        (1, "rollout"): [trainer, *([r, "data=-1 of each host", *nothing] for r in ("rollout", "reward"))],
-        (2, "rollout"): [trainer, *([r, "tensor=4 of each 2 hosts", *nothing] for r in ("rollout", "reward"))],
+        (1, "rollout"): [trainer, *([r, "data=-1 of every host", *nothing] for r in ("rollout", "reward"))],
+        (2, "rollout"): [trainer, *([r, "tensor=4 of every 2 hosts", *nothing] for r in ("rollout", "reward"))],
         (1, "fsdp=2"): [
             trainer,
-            ["rollout", "data=-1 of each host", *nothing],
-            ["reward", "fsdp=2 of each host", *nothing],
+            ["rollout", "data=-1 of every host", *nothing],
+            ["reward", "fsdp=2 of every host", *nothing],
         ],
     }
 

@@ -64,9 +64,16 @@ def test_shares_that_are_all_right_are_not_certain(capsys):
     values |= {"error/hard/sampled_pass": 0.0, "hard/records": 20.0, "greedy_reward": 3.0, "error/greedy_reward": 0.0}
     print_before_after(make_console(), {"before": values, "after": values})
     printed = capsys.readouterr().out
-    for text in ("100.0% [64.6, 100.0]", "+0.0 points [-35.4, +35.4]", "0.0% [0.0, 16.1]", "3.000 [all equal]"):
+    for text in ("100.0% [64.6, 100.0]", "+0.0 points [-35.4, +35.4]", "0.0% [0.0, 16.1]", "3.000 "):
         assert text in printed, printed
-    assert "± 0.0" not in printed
+    assert "± 0.0" not in printed and "3.000 [" not in printed
+
+
+def test_a_change_has_no_interval_if_one_side_has_none_and_nothing_is_paired(capsys):
+    before, after = ({"greedy_reward": 0.5 + i, "error/greedy_reward": 0.25 - 0.25 * i, "records": 9.0} for i in (0, 1))
+    print_before_after(make_console(), {"before": before, "after": after})
+    row = next(line for line in capsys.readouterr().out.splitlines() if "greedy_reward" in line)
+    assert [cell.strip() for cell in row.split("│")[2:5]] == ["0.500 [0.010, 0.990]", "1.500", "+1.000"]
 
 
 def test_a_mean_that_the_first_evaluation_had_not_is_in_the_table(capsys):

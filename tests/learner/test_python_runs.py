@@ -17,17 +17,32 @@ def digits(prompts, completions, **fields):
     return [float(any(letter.isdigit() for letter in text)) for text in completions]
 
 
-@pytest.mark.nightly("podrl/learner/learner.py", "podrl/view/report.py", "podrl/config.py")
-@pytest.mark.slow
-def test_a_run_from_python_writes_what_the_command_writes(tmp_path, capfd):
+def cluster_of(root, steps):
+    """Makes a cluster of the tiny model on one device, whose runs write files to `root`, or none if it is None."""
     mesh = podrl.make_mesh("data=1", jax.devices()[:1])
-    root = tmp_path / "run"
-    training = podrl.RLTrainingConfig(max_steps=2, eval_every_n_steps=0, checkpoint_root_directory=str(root))
+    training = podrl.RLTrainingConfig(max_steps=steps, eval_every_n_steps=0, checkpoint_root_directory=root)
     rollout = podrl.RolloutConfig(max_tokens_to_generate=8, max_prompt_length=64, lanes=16)
     roles = {podrl.Role.ACTOR: mesh, podrl.Role.ROLLOUT: mesh}
     settings = podrl.ClusterConfig(role_to_mesh=roles, training_config=training, rollout_config=rollout)
-    cluster = podrl.RLCluster(actor=str(podrl.TINY), cluster_config=settings, lora={"rank": 2, "pattern": "q"})
-    assert cluster.model.lora.rank == 2 and cluster.get_rollout_config() is rollout
+    return podrl.RLCluster(actor=str(podrl.TINY), cluster_config=settings, lora={"rank": 2, "pattern": "q"})
+
+
+@pytest.mark.nightly("podrl/learner/learner.py", "podrl/rundir/run.py")
+def test_a_second_call_without_files_is_refused():
+    learner = podrl.GRPOLearner(cluster_of(None, 1), podrl.GRPOConfig(num_generations=2, beta=0.0), reward_fns=length)
+    assert learner.train(["Tom has 3 apples."], prompts_per_step=1) == 1
+    with pytest.raises(
+        ValueError, match=r"trained 1 step without files.*set training_config\.checkpoint_root_directory"
+    ):
+        learner.train(["Tom has 3 apples."], prompts_per_step=1)
+
+
+@pytest.mark.nightly("podrl/learner/learner.py", "podrl/view/report.py", "podrl/config.py")
+@pytest.mark.slow
+def test_a_run_from_python_writes_what_the_command_writes(tmp_path, capfd):
+    root = tmp_path / "run"
+    cluster = cluster_of(str(root), 2)
+    assert cluster.model.lora.rank == 2 and cluster.get_rollout_config().max_tokens_to_generate == 8
     learner = podrl.GRPOLearner(
         cluster,
         podrl.GRPOConfig(num_generations=2),

@@ -341,6 +341,19 @@ def test_rematerialisation_changes_no_gradient(remat):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * max(1, np.abs(b).max())), got, want)
 
 
+def test_padding_is_given_to_no_expert():
+    config = config_from_hf(RAW | {"num_hidden_layers": 1})  # padding of a second layer attends to other tokens
+    params, tokens_BT = random_params(config), np.arange(24, dtype=np.int32)[None] % 32
+    segment_BT = (np.arange(24) < 15).astype(np.int32)[None]
+    layers = params["layers"] | {"expert_out": 2 * params["layers"]["expert_out"]}
+    one, other = (
+        decoder.hidden(whole, tokens_BT, segment_BT, np.arange(24)[None], config)
+        for whole in (params, params | {"layers": layers})
+    )
+    np.testing.assert_array_equal(one[0, 15:], other[0, 15:])  # what experts would add is not there
+    assert np.abs(one - other)[0, :15].max(axis=-1).min() > 1e-3
+
+
 def test_products_of_experts_are_computed_again_only_if_everything_is():
     params, tokens_BT = random_params(CONFIG), np.arange(24, dtype=np.int32)[None] % 32
 

@@ -130,6 +130,12 @@ def test_lengths_must_match():
         rewards.score(["", ""], ["", ""], {"answer": ["4"]})
 
 
+def test_a_function_that_fails_for_several_samples_only_is_named_with_the_first():
+    text = failure(named("one_for_all"), "a", "b")
+    assert "one_for_all failed for 2 samples at once, and for none of them alone; the first is sample 0 of 2 (" in text
+    assert "'a'): it returned 1 value for 2 completions: [1.0]" in text
+
+
 def test_a_function_that_raises_is_named_with_the_sample():
     text = failure(named("raises"), "abc", "de", "", "f")
     assert "raises failed for sample 2 of 4 (prompt 'prompt 2', completion '')" in text

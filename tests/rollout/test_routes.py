@@ -133,6 +133,20 @@ def test_every_token_that_was_fed_has_the_routes_it_was_computed_with(
     assert len(np.unique(route_BTX[known_BT], axis=0)) > 20  # the routes are not all equal
 
 
+def test_lanes_that_no_longer_sample_are_given_to_no_expert(routed, tight_config, monkeypatch):
+    seen, computed = [], moe.feed_forward
+
+    def watched(*args, real_BT=None, **kwargs):
+        seen.append(real_BT)
+        return computed(*args, real_BT=real_BT, **kwargs)
+
+    monkeypatch.setattr(moe, "feed_forward", watched)
+    engine = routed.worker(tight_config, warm=False)._get_engine(routed.params)
+    (generate,) = (program for program in engine.programs(routed.params) if program.name == "generate")
+    generate.jitted.lower(*generate.args)
+    assert seen and all(real is not None and real.shape == (engine.shape.lanes, 1) for real in seen)
+
+
 @FORMS
 def test_experts_on_several_devices_sample_the_tokens_of_whole_ones(routed, worker, tiny_on, tight_config, prompts_of):
     """Some calls have fewer samples than shards of lanes: a shard without live lanes still computes its experts."""
