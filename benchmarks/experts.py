@@ -21,6 +21,7 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
     """
     parser = argparse.ArgumentParser(prog="python -m benchmarks experts", description=__doc__)
     parser.add_argument("--experts", default="8:2", metavar="COUNT:CHOSEN", help="see benchmarks step --help")
+    parser.add_argument("--max_seq_token_per_tpu", default="480", help="tokens of a micro-batch")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args(argv)
@@ -29,7 +30,8 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
     sides: dict[str, dict[str, Callable[[], Any]]] = {"update": {}, "decode": {}}
     for side in _SIDES:
         model = [f"--experts={args.experts}"] if side == "experts" else []
-        sides["update"][side] = _updates([*shapes, *model, "--completion_len=15:35", "--src=fsdp=1"])
+        rows = ["--completion_len=15:35", "--src=fsdp=1", f"--max_seq_token_per_tpu={args.max_seq_token_per_tpu}"]
+        sides["update"][side] = _updates([*shapes, *model, *rows])
         sides["decode"][side] = _generations([*shapes, *model, "--max_new=64", "--mesh=data=1"])
     return {key: value for name, calls in sides.items() for key, value in _compare(name, calls, args.rounds).items()}
 

@@ -492,7 +492,8 @@ def _plan(expert_Xk: Array, form: _Form) -> _SortedRows:
     if form.tpu:
         return _sort(expert_Xk, count, 1, -(-expert_Xk.size // tiles.ROWS) * tiles.ROWS)
     block = _LEAST
-    while 2 * block * count * parts <= expert_Xk.size and block < _MOST:
+    # An expert has at least 1.5 blocks of rows: larger blocks hold more padding than their speed makes up for.
+    while 3 * block * count * parts <= expert_Xk.size and block < _MOST:
         block *= 2
     return _sort(expert_Xk, count, block, (-(-expert_Xk.size // block) + min(count, expert_Xk.size)) * block)
 
