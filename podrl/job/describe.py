@@ -55,9 +55,9 @@ def role_rows(
     }
     table, of_hosts = [], {}
     if pod is not None and pod.seat.disposable:  # no other process sees the devices of a rollout host
-        mesh, count = roles.rollout.mesh, pod.seat.hosts.replica
+        given, count = roles.rollout.mesh, pod.seat.hosts.replica
         each = f"of every {count} hosts" if count > 1 else "of every host"
-        of_hosts[ROLLOUT] = of_hosts["reward"] = f"{'data=-1' if mesh == 'auto' else mesh} {each}"
+        of_hosts[ROLLOUT] = of_hosts["reward"] = f"{'data=-1' if given == 'auto' else given} {each}"
         if roles.reward.mesh != ROLLOUT:
             of_hosts["reward"] = f"{roles.reward.mesh} {each}"
     for role, what in does.items():
