@@ -254,16 +254,21 @@ class Loop:
             return
         with self._ending:
             self._ended = True
-        processes = asyncio.run_coroutine_threadsafe(leave(), self._loop).result()
+        processes = asyncio.run_coroutine_threadsafe(self._finish(leave), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
-        self._loop.run_until_complete(asyncio.sleep(0))  # turns calls that other threads have queued into tasks
-        while tasks := asyncio.all_tasks(self._loop):
-            for task in tasks:
-                task.cancel()
-            self._loop.run_until_complete(asyncio.wait(tasks))
         self._loop.close()
         reap(processes)
+
+    @staticmethod
+    async def _finish(leave: Callable[[], Coroutine[object, Any, Iterable[Process]]]) -> Iterable[Process]:
+        # The loop runs callbacks in their order: when the caller of `end` has this result, every thread has its own.
+        processes = await leave()
+        while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+        return processes
 
 
 def reap(processes: Iterable[Process]) -> None:

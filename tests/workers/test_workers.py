@@ -1,6 +1,7 @@
 """Pools of processes that run users' functions, for callers on an event loop and on threads."""
 
 import asyncio
+import contextlib
 import json
 import os
 import pathlib
@@ -287,6 +288,35 @@ def test_calls_that_race_with_the_end_of_their_pool_all_end(specs):
     assert len(ended) == len(threads)
     with pytest.raises(DiedError, match="asked to end"):
         functions.call("pid", [{}], 60)
+
+
+@pytest.mark.parametrize("turns", range(8))
+def test_every_caller_is_told_when_its_work_ends_as_the_loop_stops(turns, monkeypatch):
+    loop, told, stopping = Loop("a-loop"), [], asyncio.Event()
+    started, stop = threading.Event(), loop._loop.stop
+    monkeypatch.setattr(loop._loop, "stop", lambda: (stopping.set(), stop()))
+
+    async def work():
+        started.set()
+        with contextlib.suppress(asyncio.CancelledError):
+            await stopping.wait()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+
+    def call():
+        with contextlib.suppress(DiedError):
+            loop.run(work())
+        told.append(True)
+
+    async def leave():
+        return []
+
+    caller = threading.Thread(target=call, daemon=True)
+    caller.start()
+    started.wait()
+    loop.end(leave)
+    caller.join(20)
+    assert told
 
 
 def test_processes_that_were_asked_to_leave_have_one_second_for_it_together(monkeypatch):
