@@ -15,10 +15,8 @@ import json
 import os
 import pathlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
-
-from podrl.mappings import JsonObject
 
 _KEY = "PODRL_VERIFIERS_KEY"  # environment variables with the keys of episodes begin so
 # verifiers keeps a client for each key until its server ends, so its server is started again after this many episodes.
@@ -28,7 +26,7 @@ _EPISODES = 256
 class Player:
     """One environment of verifiers, and its tasks by their position."""
 
-    def __init__(self, block: JsonObject) -> None:
+    def __init__(self, block: Mapping[str, Any]) -> None:
         """Loads the environment.
 
         Args:
@@ -60,7 +58,7 @@ class Player:
             raise ValueError(f"the taskset has {len(self._read)} tasks, and the record is of task {index}")
         return self._read[index]
 
-    async def play(self, task: object, base_url: str, key: str) -> JsonObject:
+    async def play(self, task: object, base_url: str, key: str) -> Mapping[str, Any]:
         """Plays one episode and returns its result, see podrl.agent.serve.
 
         Raises:
@@ -90,7 +88,7 @@ class Player:
         self._serving = None
 
 
-def _result(episode: Any) -> JsonObject:
+def _result(episode: Any) -> Mapping[str, Any]:
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     if not episode.ok:
         raise RuntimeError("\n".join(f"{error.type}: {error.message}" for error in errors) or "the episode failed")
@@ -109,7 +107,7 @@ def _result(episode: Any) -> JsonObject:
     return {"reward": trained[0].reward, "metrics": metrics}
 
 
-def _records(block: JsonObject, limit: int | None) -> Iterator[JsonObject]:
+def _records(block: Mapping[str, Any], limit: int | None) -> Iterator[Mapping[str, Any]]:
     """Yields the record of each task: its prompt, and the field 'verifiers', by which `_solve` finds the task again."""
     taskset = Player(block).env.taskset
     for task in itertools.islice(taskset, limit):
@@ -124,7 +122,7 @@ def _player(block: str) -> Player:
     return Player(json.loads(block))
 
 
-def _solve(runner: asyncio.Runner, task: JsonObject) -> JsonObject:
+def _solve(runner: asyncio.Runner, task: Mapping[str, Any]) -> Mapping[str, Any]:
     if "verifiers" not in task["fields"]:
         raise ValueError(
             "the record has no field 'verifiers': env.verifiers plays records that python -m podrl.verifiers wrote"

@@ -1,5 +1,6 @@
 """Tests tasks of verifiers: their records, and rows of their episodes, with the real package where it is installed."""
 
+import ast
 import json
 import pathlib
 import sys
@@ -11,6 +12,7 @@ import pytest
 from podrl import serve, verifiers
 from podrl.data.dialogue import Dialogue
 from podrl.engine.config import Sampling
+from podrl.environments import verifiers_agent
 from podrl.environments.config import EnvironmentConfig
 from podrl.environments.workers import Episodes
 from podrl.rollout.episodes import EnvironmentClient
@@ -37,6 +39,13 @@ def records(tmp_path, monkeypatch):
         return lines
 
     return write
+
+
+def test_the_agent_program_needs_only_verifiers_and_the_standard_library():
+    nodes = list(ast.walk(ast.parse(pathlib.Path(verifiers_agent.__file__).read_text())))
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module for node in nodes if isinstance(node, ast.ImportFrom)]
+    assert {name.split(".")[0] for name in names} - sys.stdlib_module_names == {"verifiers"}
 
 
 @real
