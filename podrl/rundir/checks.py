@@ -242,8 +242,8 @@ def _in_one_line(sample: LogRecord) -> str:
 
 @check(
     "reward saturated",
-    meaning="nearly all samples get the full reward: the task is learned, and further steps teach little",
-    key="harder data (data.path), dynamic_sampling, or stop (trainer.max_steps)",
+    meaning="nearly all samples get the same reward, higher than at first: further steps teach little",
+    key="if it is the full reward, harder data (data.path), or stop (trainer.max_steps); else reward.fns",
 )
 def _reward_saturated(now: LogRecord, past: Past) -> str:
     if not _saturated(now, past):
@@ -378,6 +378,17 @@ def _nonfinite(now: LogRecord, past: Past) -> str:
 
 
 @check(
+    "no gradient",
+    meaning="samples have weight in the loss and the gradient is 0: the policy stays as it is",
+    key="SECTION.policy_loss_fn, if it is your own; a clip that holds all tokens (SECTION.epsilon); else report it",
+)
+def _gradient(now: LogRecord, past: Past) -> str:
+    if (past.setting("model.lora", {}) or {}).get("rank") or not _still(now, past):
+        return ""  # the check of adapters reports theirs
+    return f"actor/grad_norm is 0 in {WINDOW} steps whose samples have a signal"
+
+
+@check(
     "gradient spikes",
     meaning="single batches move the policy far more than the others: outliers among samples, or too high a rate",
     key="trainer.max_grad_norm, trainer.learning_rate lower; look at the step's samples",
@@ -484,12 +495,9 @@ def _chosen(now: LogRecord, past: Past) -> str:
     key="model.lora.pattern (which layers have adapters), model.lora.alpha, trainer.learning_rate",
 )
 def _adapters(now: LogRecord, past: Past) -> str:
-    norms, rates = past.recent(now, "actor/grad_norm"), past.recent(now, "actor/lr")
-    signal = [value < 1 for value in past.recent(now, "reward/groups_without_signal")]
-    if not (past.setting("model.lora", {}) or {}).get("rank") or not norms or any(norms):
+    if not (past.setting("model.lora", {}) or {}).get("rank") or not _still(now, past):
         return ""
-    learns = all(rate > 0 for rate in rates) and (all(signal) or past.section == "ppo")
-    return f"actor/grad_norm is 0 in {WINDOW} steps whose samples have a signal" if learns else ""
+    return f"actor/grad_norm is 0 in {WINDOW} steps whose samples have a signal"
 
 
 @check(
@@ -636,8 +644,25 @@ def _since_first(
     return f"{name} is {average(values):.3g}{unit} over {WINDOW} steps, and was {first:.3g} in the first ones"
 
 
+def _still(now: LogRecord, past: Past) -> bool:
+    """Returns True if the gradient was 0 in WINDOW steps with samples in the loss that had a signal and a rate."""
+    norms, rates = past.recent(now, "actor/grad_norm"), past.recent(now, "actor/lr")
+    samples = [count > 0 for count in past.recent(now, "loss/samples")]
+    signal = [value < 1 for value in past.recent(now, "reward/groups_without_signal")]
+    trains = all(samples) and all(rate > 0 for rate in rates)
+    return bool(norms) and not any(norms) and trains and (all(signal) or past.section == "ppo")
+
+
 def _saturated(now: LogRecord, past: Past) -> bool:
-    """Returns True if rewards hardly differ any more and are higher than in the first steps."""
+    """Returns True if rewards hardly differ any more and are higher than in the first steps.
+
+    Rewards are not saturated where a function pays nothing: then samples have become alike without it.
+    """
+    zero = [name for name in now if name.startswith("reward/zero/")]
+    if any(
+        (number(now, name) or 0) >= UNPAID for name in zero if (number(now, name.replace("/zero", "", 1)) or 0) >= 0
+    ):
+        return False
     stds, start, mean = past.recent(now, "reward/std"), past.at_first("reward/std"), past.at_first("reward/mean")
     if not stds or not start or mean is None:
         return False

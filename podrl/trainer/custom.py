@@ -120,7 +120,7 @@ def bound(value: Any, arguments: Mapping[str, object], key: str, reserved: tuple
 
 
 def loss(value: object, arguments: Mapping[str, object], key: str) -> Callable[..., object]:
-    """Loads a user's token loss for a PolicyLoss, and traces it once with abstract arrays of shape (2, 3).
+    """Loads a user's token loss for a PolicyLoss, and tries it and its gradient on small arrays.
 
     `function(logprob_BT, old_logprob_BT, advantage_BT, *, numbers...)` returns the loss of every token, finite wherever
     its inputs are finite; its results where the mask is 0 are ignored. It may take `mask_BT`, `length_BT` (number of
@@ -133,7 +133,8 @@ def loss(value: object, arguments: Mapping[str, object], key: str) -> Callable[.
       key: config key of the setting, such as 'grpo.policy_loss_fn'.
 
     Raises:
-      ValueError: there is no such function, or it fails on arrays, or returns no float for every token.
+      ValueError: there is no such function, or it fails on arrays, or returns no float for every token, or NaN or
+        infinity, or its gradient is not finite or 0 everywhere.
     """
     call = bound(value, arguments, key, CONTEXT)
     block = jax.ShapeDtypeStruct((2, 3), jnp.float32)
@@ -141,13 +142,54 @@ def loss(value: object, arguments: Mapping[str, object], key: str) -> Callable[.
     try:
         result = jax.eval_shape(lambda arrays, context: call(*arrays, **context), [block] * 3, context)
     except Exception as error:  # noqa: BLE001 - a user's function may raise anything
+        if isinstance(error, jax.errors.ConcretizationTypeError | jax.errors.TracerArrayConversionError):
+            what = "jax compiles it, so its arrays have no values yet: say jnp.where for `if`, jax.numpy for numpy"
+            error = TypeError(what).with_traceback(error.__traceback__)
         raise ValueError(f"{key}: {_name(call)} fails on arrays of shape (2, 3): {_where(error, call)}") from None
     if getattr(result, "shape", None) != (2, 3) or not jnp.issubdtype(result.dtype, jnp.floating):
         raise ValueError(
             f"{key}: {_name(call)} returns {_described(result)} for arrays of shape (2, 3): it must return the loss of "
             "every token, floats of the same shape."
         )
+    _try_numbers(call, key)
     return call
+
+
+# Tokens on which a user's loss is tried: log-probabilities now and under the old policy, and advantages.
+_LOGPROB_BT = np.array([[-0.5, -1.25, -0.125], [-2.0, -0.75, -0.25]], np.float32)
+_OLD_BT = _LOGPROB_BT + np.array([[0.0, 0.75, -0.125], [0.25, 0.0, -0.5]], np.float32)
+_ADVANTAGE_BT = np.array([[1.0, 1.0, 1.0], [-1.0, -1.0, 0.0]], np.float32)
+
+
+def _try_numbers(call: Callable[..., Any], key: str) -> None:
+    """Refuses a token loss that gives NaN or infinity, or that moves no token, on two small batches.
+
+    In the first, as in an update by fresh samples, both policies are equal.
+    """
+    mask_BT, segment_BT = np.ones((2, 3), np.float32), np.zeros((2, 3), np.int32)
+    context = dict(zip(CONTEXT, (mask_BT, 3 * mask_BT, segment_BT), strict=True))
+
+    def total(logprob_BT: jax.Array, old_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+        loss_BT = call(logprob_BT, old_BT, jnp.asarray(_ADVANTAGE_BT), **context)
+        return loss_BT.sum(), loss_BT
+
+    moved, compute = False, jax.jit(jax.value_and_grad(total, has_aux=True))
+    for old_BT in (_LOGPROB_BT, _OLD_BT):
+        (_, loss_BT), gradient_BT = compute(_LOGPROB_BT, old_BT)
+        for what, array in (("loss", np.asarray(loss_BT)), ("gradient", np.asarray(gradient_BT))):
+            for b, t in np.argwhere(~np.isfinite(array))[:1]:
+                raise ValueError(
+                    f"{key}: the {what} of {_name(call)} is {array[b, t]} where logprob={_LOGPROB_BT[b, t]:g}, "
+                    f"old_logprob={old_BT[b, t]:g} and advantage={_ADVANTAGE_BT[b, t]:g}: it must be finite wherever "
+                    "its inputs are."
+                )
+        moved |= bool(np.any(gradient_BT))
+    if not moved:
+        raise ValueError(
+            f"{key}: the gradient of {_name(call)} with respect to logprob_BT is 0 at all {2 * mask_BT.size} tokens "
+            "that it was tried on, with advantages of 1, -1 and 0: no update would change the weights. Does it read "
+            "logprob_BT, outside jax.lax.stop_gradient?"
+        )
 
 
 def advantage(value: object, arguments: Mapping[str, object], key: str) -> Callable[..., object]:

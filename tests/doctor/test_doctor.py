@@ -148,6 +148,7 @@ PLANTED = [
     ("answers cut off", "dapo", lambda r: put(r, "completion/truncated", 0.4, 6), 9, "0.32"),
     ("repetition", "grpo", repeat_text, 8, "'8*3=24. ' 12 times"),
     ("gradient not finite", "tools", lambda r: put(r, "actor/nonfinite", 1.0, 8, 8), 8, "100%"),
+    ("no gradient", "grpo", lambda r: put(r, "actor/grad_norm", 0.0, 5), 9, "actor/grad_norm is 0 in 5 steps"),
     ("gradient spikes", "ppo", lambda r: put(r, "actor/grad_norm", lambda v: 30 * v, 18, 18), 18, "10 times"),
     ("router collapse", "grpo", router_collapses, 13, "0.34"),
     ("entropy collapse", "grpo", lambda r: put(r, "actor/entropy", 0.004, 10), 14, "0.004"),
@@ -222,6 +223,14 @@ def test_findings_name_the_settings_of_the_table_of_algorithms():
     presets += [f"algorithm={name}" for name in re.findall(r"--config=([a-z]+)_tiny", table)]
     missing = {said for said in [*settings, *presets, "--topology=split"] if said not in keys}
     assert len(settings) > 8 and len(presets) > 6 and not missing, missing
+
+
+def test_equal_rewards_are_not_called_saturated_where_a_function_pays_nothing(tmp_path):
+    run = recorded.run("grpo")
+    put(run, "reward/std", 0.0, 12)
+    put(run, "reward/zero/answer", 1.0, 12)
+    names = {finding.name for finding in doctor.examine(recorded.write(run, tmp_path / "run"))}
+    assert "a reward function pays nothing" in names and "reward saturated" not in names
 
 
 def test_a_penalty_is_not_told_to_pay_nothing_and_the_sample_has_its_reference(tmp_path):

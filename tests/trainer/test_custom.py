@@ -141,9 +141,34 @@ def fails(logprob_BT, old_logprob_BT, advantage_BT):
     return logprob_BT + unknown_name  # noqa: F821  # pyright: ignore[reportUndefinedVariable]
 
 
+def by_branch(logprob_BT, old_logprob_BT, advantage_BT):
+    return -logprob_BT * advantage_BT if (advantage_BT > 0).all() else logprob_BT
+
+
+def of_numpy(logprob_BT, old_logprob_BT, advantage_BT):
+    return -np.exp(logprob_BT) * advantage_BT
+
+
+def of_the_logarithm(logprob_BT, old_logprob_BT, advantage_BT):
+    return -jnp.log(advantage_BT) * logprob_BT
+
+
+def of_the_root(logprob_BT, old_logprob_BT, advantage_BT):
+    return advantage_BT * jnp.sqrt(jnp.square(logprob_BT - old_logprob_BT))
+
+
+def of_the_old(logprob_BT, old_logprob_BT, advantage_BT):
+    return -advantage_BT * jnp.exp(old_logprob_BT)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        ({"policy_loss_fn": by_branch}, r"by_branch fails .*: jax compiles it, .* say jnp\.where for `if`.*line \d+"),
+        ({"policy_loss_fn": of_numpy}, r"of_numpy fails .*: jax compiles it, .* jax\.numpy for numpy"),
+        ({"policy_loss_fn": of_the_logarithm}, r"the loss of of_the_logarithm is nan .* and advantage=-1: it must be"),
+        ({"policy_loss_fn": of_the_root}, r"the gradient of of_the_root is nan where logprob=-0\.5, old_logprob=-0\.5"),
+        ({"policy_loss_fn": of_the_old}, r"gradient of of_the_old .* is 0 at all 12 tokens .* no update would change"),
         ({"policy_loss_fn": f"{HERE}:tanh_klip"}, r"grpo\.policy_loss_fn=.*has no function or class 'tanh_klip'"),
         ({"policy_loss_fn": "gone.py:f"}, r"gone\.py does not exist"),
         ({"policy_loss_fn": no_default}, r"keyword 'scale' of no_default must have a number as default, or be one of"),
