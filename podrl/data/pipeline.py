@@ -3,6 +3,7 @@
 import contextlib
 import importlib.metadata
 import itertools
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -20,6 +21,8 @@ from podrl.data.stream import BatchStream, Limit, Mixture, Stream, TooLong
 from podrl.data.tokenizer import Tokenizer, right_padded
 from podrl.mappings import Record, TaskFields
 from podrl.types import Prompts
+
+_log = logging.getLogger("podrl.data")
 
 
 class _Task(NamedTuple):
@@ -262,17 +265,36 @@ def _fixed(
 def longest_prompt(config: DataConfig, tokenizer: Tokenizer, *, look: int = 8192) -> int:
     """Finds the length of the longest of the first `look` training prompts, in tokens, rounded up to a multiple of 64.
 
-    The data cache (`config.cache`) keeps the result, because rendering thousands of prompts delays a start.
+    Warns if it is far longer than the others. The data cache (`config.cache`) keeps the result, because rendering
+    thousands of prompts delays a start.
     """
     cache = Cache(config.cache)
     name = _key_of_longest(config, tokenizer, look, cache)
     if name and (stored := cache.load(name)) is not None:
-        return int(stored["longest"])
-    longest = _longest(config, tokenizer, look)
-    if name:
-        with contextlib.suppress(OSError):  # a cache that cannot be written costs time only
-            cache.store(name, {"longest": np.asarray(longest)})
-    return longest
+        found = _Longest(int(stored["tokens"]), int(stored["usual"]), str(stored["text"]))
+    else:
+        found = _longest(config, tokenizer, look)
+        if name:
+            with contextlib.suppress(OSError):  # a cache that cannot be written costs time only
+                cache.store(name, {field: np.asarray(value) for field, value in found._asdict().items()})
+    if found.tokens > _OUTLIER * found.usual:
+        _log.warning(
+            "The longest prompt has %d tokens (rounded up), and 99 of 100 have at most %d. It begins %r. Buffers have room "
+            "for the longest: --config.rollout.max_prompt_length=%d leaves longer prompts out, and counts them.",
+            *(found.tokens, found.usual, found.text, found.usual),
+        )
+    return found.tokens
+
+
+_OUTLIER = 4  # times the usual length
+
+
+class _Longest(NamedTuple):
+    """The longest prompt: its tokens, what 99 of 100 prompts have at most (rounded up), its question's beginning."""
+
+    tokens: int
+    usual: int
+    text: str
 
 
 def _key_of_longest(config: DataConfig, tokenizer: Tokenizer, look: int, cache: Cache) -> str:
@@ -295,16 +317,21 @@ def _key_of_longest(config: DataConfig, tokenizer: Tokenizer, look: int, cache: 
     gym = ("reasoning_gym",) if any(single.path.startswith(REASONING) for single in config.singles()) else ()
     versions = [importlib.metadata.version(package) for package in ("tokenizers", "jinja2", *gym)]
     contents = [cache.content(file) for file in files if file.exists()]
-    return key("longest prompt", look, repr(config), tokenizer.tools_digest, versions, contents)
+    return key("longest prompts", look, repr(config), tokenizer.tools_digest, versions, contents)
 
 
-def _longest(config: DataConfig, tokenizer: Tokenizer, look: int) -> int:
-    longest = 1
+def _longest(config: DataConfig, tokenizer: Tokenizer, look: int) -> _Longest:
+    lengths, longest, text = [1], 1, ""
     for part in (opened := split(config)).parts:
         rendered = sources.make_all(part.train, Renderer(part.config, tokenizer))
-        some = itertools.islice(rendered, -(-look // len(opened.parts)))
-        longest = max(longest, *(len(_tokens_of(prompt, tokenizer)) for prompt, _ in some))
-    return -(-longest // 64) * 64
+        for prompt, fields in itertools.islice(rendered, -(-look // len(opened.parts))):
+            length = len(_tokens_of(prompt, tokenizer))
+            if length > longest:
+                said = [value for value in fields.values() if isinstance(value, str) and value in prompt.text]
+                longest, text = length, max(said, key=len, default=prompt.text)[:80]
+            lengths.append(length)
+    usual = int(np.quantile(lengths, 0.99, method="lower"))
+    return _Longest(-(-longest // 64) * 64, -(-usual // 64) * 64, text)
 
 
 def _held_out(part: OpenedSource, count: int) -> Any:

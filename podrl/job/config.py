@@ -537,7 +537,8 @@ def parse(values: ConfigValues) -> Job:
     for key in _unread(kind):
         if key in common:
             raise ValueError(
-                f"config.{key} means nothing with algorithm={section}, whose answers are given: remove it."
+                f"config.{key} means nothing with algorithm={section}, whose answers are given: take it out of your "
+                f"configuration file, or start from --config={section}_tiny.py, whose settings flags change, too."
             )
     algo = build(kind.settings, _with_sources(values, section), f"config.{section}")
     job = build(Job, common | {"algo": algo})

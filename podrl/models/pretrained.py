@@ -146,8 +146,8 @@ def check_positions(config: ModelConfig, prompt: int, longest: int) -> None:
     """
     if prompt >= config.max_length:
         raise ValueError(
-            f"A prompt may have {prompt} tokens (rollout.max_prompt_length) and the model was made for "
-            f"{config.max_length} (max_position_embeddings in config.json): it must be fewer."
+            f"A prompt may have {prompt} tokens (rollout.max_prompt_length, where 0 takes the data's longest) and the "
+            f"model was made for {config.max_length} (max_position_embeddings in config.json): it must be fewer."
         )
     if longest > config.max_length:
         _log.warning(

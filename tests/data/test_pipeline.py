@@ -209,6 +209,21 @@ def test_the_real_gsm8k(tokenizer):
     assert len(sources.read(str(GSM8K))) > 7000
 
 
+def test_a_prompt_far_longer_than_the_others_is_shown_at_every_start(tmp_path, tokenizer, caplog):
+    path = tmp_path / "d.jsonl"
+    questions = [*(f"{i}+1=" for i in range(150)), "17+" + "1" * 900]
+    path.write_text("".join(json.dumps({"question": text, "answer": "1"}) + "\n" for text in questions))
+    config = DataConfig(path=str(path), eval_fraction=0.0, cache=str(tmp_path / "cache"))
+    for _ in range(2):  # the second result is the cache's
+        caplog.clear()
+        assert pipeline.longest_prompt(config, tokenizer) > 900
+        assert "99 of 100 have at most 64. It begins '17+111" in caplog.text
+        assert "--config.rollout.max_prompt_length=64 leaves longer" in caplog.text
+    caplog.clear()
+    path.write_text("".join(json.dumps({"question": text, "answer": "1"}) + "\n" for text in questions[:-1]))
+    assert pipeline.longest_prompt(config, tokenizer) == 64 and not caplog.text
+
+
 def test_the_longest_prompt_is_looked_for_again_only_where_it_may_have_changed(tmp_path, tokenizer, monkeypatch):
     looked = []
 
