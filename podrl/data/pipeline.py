@@ -279,7 +279,7 @@ def longest_prompt(config: DataConfig, tokenizer: Tokenizer, *, look: int = 8192
                 cache.store(name, {field: np.asarray(value) for field, value in found._asdict().items()})
     if found.tokens > _OUTLIER * found.usual:
         _log.warning(
-            "The longest prompt has %d tokens (rounded up), and 99 of 100 have at most %d. It begins %r. Buffers have room "
+            "The longest prompt has %d tokens (rounded up); 99 of 100 have at most %d. It begins %r. Buffers have room "
             "for the longest: --config.rollout.max_prompt_length=%d leaves longer prompts out, and counts them.",
             *(found.tokens, found.usual, found.text, found.usual),
         )

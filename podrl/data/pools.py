@@ -67,6 +67,19 @@ class CurriculumConfig:
                 f"{whole:g} together: they must be at most 1."
             )
 
+    def row(self, names: Sequence[str]) -> int:
+        """Returns the position of `metric` among a run's reward functions; -1 for the whole reward.
+
+        Raises:
+          ValueError: `metric` names no reward function.
+        """
+        if self.metric not in ("reward", *names):
+            raise ValueError(
+                f"data.curriculum.metric={self.metric!r} is not a reward function of this run: say 'reward', or "
+                f"{' or '.join(map(repr, names))}."
+            )
+        return -1 if self.metric == "reward" else list(names).index(self.metric)
+
     @property
     def used(self) -> bool:
         """True if the settings let pass rates decide anything."""
@@ -202,14 +215,7 @@ class Curriculum:
         Raises:
           ValueError: data.curriculum.metric names no reward function.
         """
-        self._lag = lag
-        if self.config.metric != "reward":
-            if self.config.metric not in names:
-                raise ValueError(
-                    f"data.curriculum.metric={self.config.metric!r} is not a reward function of this run: say "
-                    f"'reward', or {' or '.join(map(repr, names))}."
-                )
-            self._row = list(names).index(self.config.metric)
+        self._lag, self._row = lag, self.config.row(names)
 
     # Methods that add results of steps.
 

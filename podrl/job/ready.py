@@ -137,7 +137,7 @@ def _named(key: str, value: str) -> Iterator[None]:
 
 
 def check_rewards(job: Job, rewards: Rewards, tokenizer: Tokenizer) -> None:
-    """Refuses records that the job's reward functions or its chat template cannot use.
+    """Refuses records that the job's reward functions or its chat template cannot use, and a curriculum without reward.
 
     Args:
       job: a job that samples.
@@ -145,8 +145,11 @@ def check_rewards(job: Job, rewards: Rewards, tokenizer: Tokenizer) -> None:
       tokenizer: tokenizer that renders the first records of every source.
 
     Raises:
-      ValueError: a record cannot be used; the message names the record, and the function or the template.
+      ValueError: a record cannot be used; the message names the record, and the function or the template. Or
+        data.curriculum chooses by a function that the job does not have.
     """
+    if job.data.curriculum.used:
+        job.data.curriculum.row(rewards.names)
     # Episodes add these fields.
     episode_fields = {"turns": "", "model_text": "", "sample_text": ""} if job.env.used else {}
     opened = split(job.data)

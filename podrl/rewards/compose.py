@@ -132,6 +132,11 @@ class _Function:
     spec_text: str = ""
     general: bool = True
 
+    @property
+    def key(self) -> str:
+        """Key of the configuration that names the function."""
+        return "reward.fns" if self.general else "reward of data.sources or eval.sets"
+
     def scores(self, names: Sequence[str] | None) -> bool:
         """Returns True if the function scores a record with `names` in its field `reward_fns`, of any data set.
 
@@ -269,7 +274,7 @@ class Rewards:
         needs, dataset, leading = self._about("needs"), self._config.dataset_field, self._about("leading")
         for function in (f for f in self._functions if f.scores(own)):
             if mistake := worker.mistaken(leading[function.name], fields_of_job, function.name):
-                raise ValueError(f"Reward function {function.name} {mistake}.")
+                raise ValueError(f"{function.key}: reward function {function.name} {mistake}.")
             mine = [one for one in records if function.dataset in ("", str(one[1].get(dataset)))]
             # Built-in functions refuse a record without the field; users' functions get None.
             always = (function.spec or {}).get("module", "").startswith(f"{__package__}.")
@@ -279,7 +284,7 @@ class Rewards:
                     place, fields = lacks[0]
                     raise ValueError(
                         f"{place} has no field {name!r} (it has {', '.join(fields)}), which {function.name} of "
-                        "reward.fns takes: name a field that the records have, or give the argument a default."
+                        f"{function.key} takes: name a field that the records have, or give the argument a default."
                     )
 
     def warn_of_absent(self, fields_of_job: Collection[str]) -> None:
@@ -363,8 +368,8 @@ class Rewards:
                 )
             if problem:
                 raise ValueError(
-                    f"Reward function {function.name}, tried on {place} with the completions '' and 'an answer': it "
-                    f"{problem}."
+                    f"{function.key}: reward function {function.name}, tried on {place} with the completions '' and "
+                    f"'an answer': it {problem}."
                 )
 
     def _about(self, what: Literal["needs", "options", "leading"]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 The process imports the standard library and what reward functions import, never jax.
 """
 
+import asyncio
 import inspect
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -26,6 +27,8 @@ def call(fn: Callable[..., object], prompts: list[str], completions: list[str], 
         return {"bad": mistake}
     try:
         result = _apply(fn, prompts, completions, fields)
+        if inspect.iscoroutine(result):
+            result = asyncio.run(result)
         if isinstance(result, str | Mapping) or not hasattr(result, "__iter__"):
             return {"bad": f"returned {short(result)} ({type(result).__name__}), not a list of numbers"}
         values = list(result)
@@ -109,12 +112,15 @@ def mistaken(first: Sequence[str] | None, fields: Collection[str], name: str) ->
     taken = [argument for argument in first or () if argument in fields]
     if first is None or (len(first) == 2 and not taken):
         return ""
+    define = f"define it as {name}(prompts, completions"
+    if not first:
+        return f"has no argument for the prompts and none for the completions: {define}, **fields)"
     shown = ", ".join([*first, "..."])
     what = f"{taken[0]!r} is a field of the records" if taken else "it takes fewer"
     others = "".join(f", {argument}" for argument in taken)
     return (
         f"is defined with ({shown}), but its first two arguments get the prompts and the completions, "
-        f"and {what}: define it as {name}(prompts, completions{others}, **fields)"
+        f"and {what}: {define}{others}, **fields)"
     )
 
 

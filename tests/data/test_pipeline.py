@@ -217,7 +217,7 @@ def test_a_prompt_far_longer_than_the_others_is_shown_at_every_start(tmp_path, t
     for _ in range(2):  # the second result is the cache's
         caplog.clear()
         assert pipeline.longest_prompt(config, tokenizer) > 900
-        assert "99 of 100 have at most 64. It begins '17+111" in caplog.text
+        assert "; 99 of 100 have at most 64. It begins '17+111" in caplog.text
         assert "--config.rollout.max_prompt_length=64 leaves longer" in caplog.text
     caplog.clear()
     path.write_text("".join(json.dumps({"question": text, "answer": "1"}) + "\n" for text in questions[:-1]))

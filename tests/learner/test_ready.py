@@ -68,7 +68,11 @@ def test_a_dry_run_of_what_is_all_there_passes(tmp_path, model):
 def test_a_reward_function_that_gives_no_rewards_is_found(body, message, tmp_path, capsys):
     (tmp_path / "mine.py").write_text(f"def scored(prompts, completions, **fields):\n    return {body}\n")
     made = values(data=records(tmp_path), reward={"fns": (f"{tmp_path}/mine.py:scored", "number")})
-    refused(made, rf"scored, tried on .*d\.jsonl line 1 with the completions '' and 'an answer': it {message}", capsys)
+    refused(
+        made,
+        rf"reward\.fns: reward function scored, tried on .*d\.jsonl line 1 with the completions '' and 'an answer': it {message}",
+        capsys,
+    )
 
 
 def test_what_episodes_give_is_no_missing_field_and_tools_of_servers_may_be_named(tmp_path):
@@ -230,7 +234,7 @@ REWARDS = {
     "no file": ("{0}/no.py:scored", "no.py does not exist"),
     "no function": (
         "{0}/mine.py:scorde",
-        "has no function or class 'scorde'; it has scored, other, positional, single, alone. Did you mean 'scored'",
+        "has no function or class 'scorde'; it has scored, other, positional, single, alone, none. Did you mean 'scored'",
     ),
     "no module": ("nowhere_at_all.rewards:f", "nowhere_at_all"),
     "no field": ("{0}/mine.py:other", "has no field 'difficulty' .it has .*level.*, which other of reward.fns"),
@@ -240,6 +244,10 @@ REWARDS = {
         r"'answer' is a field .*: define it as single\(prompts, completions, answer",
     ),
     "one argument": ("{0}/mine.py:alone", r"\(texts, \.\.\.\), .* it takes fewer: define it as alone\(prompts, compl"),
+    "no argument": (
+        "{0}/mine.py:none",
+        r"reward\.fns: .*none has no argument for the prompts .*: define it as none\(pro",
+    ),
     "code without tests": ("code", "has no field 'tests' .*, which code of reward.fns takes"),
     "no pattern": ("regex", "has no field 'pattern' .*, which regex of reward.fns takes"),
     "no schema": ("json_schema", "has no field 'schema'"),
@@ -251,6 +259,7 @@ def test_rewards_that_cannot_score(tmp_path, case, capsys):
     more = "def other(prompts, completions, difficulty, **fields):\n    return [0.0]\n"
     more += "def positional(asked, said, difficulty):\n    return [0.0]\n"
     more += "def single(text, answer):\n    return 0.0\ndef alone(texts, **fields):\n    return 0.0\n"
+    more += "def none(*, answer=None):\n    return 0.0\n"
     (tmp_path / "mine.py").write_text(MINE + more)
     name, message = REWARDS[case]
     refused(values(data=records(tmp_path), reward={"fns": (name.format(tmp_path),)}), message, capsys)

@@ -52,6 +52,18 @@ def children():
     return found
 
 
+def test_a_reward_function_may_be_a_coroutine(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import asyncio\n"
+        "async def one(text):\n    await asyncio.sleep(0)\n    return float(len(text))\n"
+        "async def lengths(prompts, completions, **fields):\n"
+        "    return await asyncio.gather(*map(one, completions))\n"
+        "async def fails(prompts, completions, **fields):\n    raise KeyError('gone')\n"
+    )
+    assert score(RewardConfig(fns=(f"{tmp_path}/mine.py:lengths",)), "a", "bcd").tolist() == [[1.0, 3.0]]
+    assert "KeyError: 'gone'" in failure(RewardConfig(fns=(f"{tmp_path}/mine.py:fails",)), "a")
+
+
 def test_the_reference_rewards_are_the_default():
     good = "<reasoning>2+2=4.</reasoning><answer>4</answer>"
     with Rewards(RewardConfig(workers=2)) as rewards:
