@@ -231,7 +231,7 @@ class Cluster:
 class Run:
     """Stands for a run directory: nothing is written, nobody asks to stop."""
 
-    profiler, traced = Profiler(""), None
+    profiler, traced, workdir = Profiler(""), None, None
 
     class watchdog:  # noqa: N801 - as of Run
         @staticmethod

@@ -42,7 +42,7 @@ from podrl.models import parameters
 from podrl.models.pretrained import Decoder
 from podrl.rewards.compose import RewardConfig, Rewards
 from podrl.rewards.reference import accuracies
-from podrl.rundir import identity, summary
+from podrl.rundir import identity
 from podrl.rundir.about import write_about
 from podrl.rundir.console import make_console
 from podrl.rundir.metrics import LogConfig
@@ -302,8 +302,6 @@ def _train(
     if pod is not None and pod.seat.hosts.follows(pod.seat.process):
         return _follow(cluster, current, pod)
     evaluator = make_evaluator(cluster, job)
-    if evaluator is not None and current.workdir is not None and current.leads:
-        evaluator.keep = functools.partial(summary.keep_evaluation, current.workdir)
     if job.kind.offline:
         shape = job.pack_shape(on.trainer)
         with run_environments(cluster, environment_config(job.env), job.reward.limits, current, pod):

@@ -90,6 +90,8 @@ _AS_SOURCE = ("path", "split", "template", "system_prompt", "question_field", "a
 _AS_SOURCE += ("arguments",)
 
 
+# Keeps the mean of every record by metric, given the step of an evaluation.
+Keep = Callable[[int, Mapping[str, list[float | None]]], None]
 Scored = tuple[dict[str, np.ndarray], list[LogRecord]]  # the result of `Evaluator.scores`
 
 
@@ -197,7 +199,7 @@ class Evaluator:
         own = [HeldOut(batches, sampled, config.samples if sampled.temperature else 0, scorer)] if batches else []
         self._cluster, self._sets, self._show, self._nth = cluster, [*own, *sets], config.show, nth
         self.rewards, self._groups = rewards, groups
-        self.keep: Callable[[int, Mapping[str, list[float | None]]], None] = lambda step, means: None
+        self.keep: Keep = lambda step, means: None
 
     def __call__(self, policy: Policy, step: int) -> tuple[dict[str, float], list[LogRecord]]:
         """Returns (eval/* metrics of a policy, a few samples)."""
@@ -239,7 +241,7 @@ class Evaluator:
         found: dict[str, np.ndarray] = {}
         shown: list[LogRecord] = []
         for eval_set in self._sets:
-            batches = [cut for prompts in eval_set.batches if len((cut := share_of(prompts, *part)).length_P)]
+            batches = share_of(eval_set.batches, *part)
             if not batches or self._nth(step) % eval_set.every:
                 continue
             whole = batches

@@ -29,10 +29,19 @@ TRAINED_FIELDS = (SOURCE, TEACHER_PROMPT)  # fields of prompts that training rea
 AGED_ROWS = (*NEEDED_ROWS, "version_BT")  # arrays that training reads if it tells tokens apart by age
 
 
-def share_of(prompts: Prompts, index: int, count: int) -> Prompts:
-    """Cuts the contiguous share `index`, from 0, of `count` nearly equal shares from a batch."""
-    bounds = np.linspace(0, len(prompts.length_P), count + 1).astype(int)
-    return take_prompts(prompts, np.arange(bounds[index], bounds[index + 1]))
+def share_of(batches: Sequence[Prompts], index: int, count: int) -> list[Prompts]:
+    """Cuts share `index`, from 0, of `count` nearly equal shares from batches; the shares in turn have their order.
+
+    A share has no empty batch, and no batch at all if there are more shares than prompts.
+    """
+    first, end = np.linspace(0, sum(len(prompts.length_P) for prompts in batches), count + 1).astype(int)[index:][:2]
+    share, at = list[Prompts](), 0
+    for prompts in batches:
+        size = len(prompts.length_P)
+        rows = np.arange(max(first - at, 0), min(end - at, size))
+        share += [take_prompts(prompts, rows)] if len(rows) else []
+        at += size
+    return share
 
 
 def select(rollouts: Rollouts, groups_P: Int[np.ndarray, " P"]) -> Rollouts:

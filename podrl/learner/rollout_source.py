@@ -1,6 +1,7 @@
 """Chooses the source of this process's batches: the process itself, or in a pod the source for its role."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +9,7 @@ from podrl.cluster.engines import able
 from podrl.cluster.rl_cluster import RLCluster
 from podrl.data.pools import Curriculum
 from podrl.learner import experience as codec
+from podrl.learner.evaluate import Evaluator
 from podrl.learner.evaluations.eval_hosts import EvaluationHost
 from podrl.learner.loop import Schedule
 from podrl.learner.pods.host import HostRollouts
@@ -19,6 +21,7 @@ from podrl.rollout.clock import TokenClock, WallClock
 from podrl.rollout.journal import WallJournal
 from podrl.rundir.run import Run
 from podrl.rundir.step_barrier import StepBarrier
+from podrl.rundir.summary import keep_evaluation
 from podrl.runtime.message import Message
 from podrl.runtime.pod import LEADER, Pod
 
@@ -79,6 +82,8 @@ def rollout_source(
     clock = _clock(cluster, schedule, run, pod, replaced=workload.replaced, offline=offline)
     if pod is None:
         assert stream is not None and clock is not None
+        if isinstance(workload.evaluator, Evaluator) and run.leads and run.workdir is not None:
+            workload.evaluator.keep = functools.partial(keep_evaluation, run.workdir)
         source: Any = LocalRollouts(
             cluster,
             stream,

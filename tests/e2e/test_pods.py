@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import json
 import math
 import os
 import pathlib
@@ -243,6 +244,12 @@ def test_the_evaluations_of_a_pod_are_those_of_one_process(stopping, evaluated, 
     for mine, other in zip(ours, theirs, strict=True):
         assert mine == pytest.approx(other, rel=1e-3, abs=1e-5), mine["step"]
     assert [r["step"] for r in theirs if "eval/few/records" in r] == [0, 4, 6]
+    for step in (0, 6):  # the final table compares the records of both one by one
+        mine, other = (
+            json.loads((run / f"evaluations/{step}.json").read_text()) for run in (stopping(topology), evaluated)
+        )
+        assert mine.keys() == other.keys()
+        assert mine["eval/sampled_answer"] == other["eval/sampled_answer"]
 
 
 @pytest.mark.nightly("podrl/learner/evaluations", "podrl/learner/evaluate.py")

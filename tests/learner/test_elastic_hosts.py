@@ -185,6 +185,7 @@ def run() -> types.SimpleNamespace:
     watchdog = types.SimpleNamespace(stage=lambda name: contextlib.nullcontext())
     spans = types.SimpleNamespace(pass_on=lambda step, last=False: None)
     return types.SimpleNamespace(
+        workdir=None,
         watchdog=watchdog,
         profiler=Profiler(""),
         spans=spans,

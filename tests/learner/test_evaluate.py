@@ -14,6 +14,7 @@ from podrl.cluster.config import Mode
 from podrl.engine.config import RolloutConfig
 from podrl.learner.evaluate import EvalConfig, Evaluator, summarised
 from podrl.learner.evaluations.hosts import RemoteEvaluations
+from podrl.learner.experience import share_of
 from podrl.learner.generation import Generator
 from podrl.learner.settings import GRPOConfig
 from podrl.rewards.compose import RewardConfig, Rewards
@@ -184,6 +185,29 @@ def test_an_evaluation_in_pieces_of_as_many_samples_as_lanes_is_the_whole_one():
     assert whole(Policy({}, 3), 3) == (summarised(scores), shown)
     assert whole._cluster.made == [7, 14]  # pyright: ignore[reportAttributeAccessIssue]
     assert pieces._cluster.made == [2, 4, 2, 4, 2, 4, 1, 2]  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 20])
+def test_shares_have_the_order_of_the_records_however_many_they_are(count):
+    """The records of two evaluations are compared one by one, and hosts may have left between them."""
+    batches = [prompts_with("0129"), prompts_with("456"), prompts_with("7")]
+    shares = [share_of(batches, index, count) for index in range(count)]
+    assert "".join(text for share in shares for prompts in share for text in prompts.fields["answer"]) == "01294567"
+    sizes = [sum(len(prompts.length_P) for prompts in share) for share in shares]
+    assert max(sizes) - min(sizes) <= 1 and all(len(prompts.length_P) for share in shares for prompts in share)
+
+
+def test_the_leader_keeps_every_records_mean_of_the_hosts_scores():
+    kept = {}
+    with joined(Hosts((0,), (1,))) as (pod, _):
+        given: Any = types.SimpleNamespace(open_shares=lambda *_: None, forget=lambda _: None)
+        parts = [np.array([[1.0, 0.0], [1.0, 1.0]]), np.array([[0.0, np.nan]])]
+        messages = [Message({"samples": []}, {"eval/sampled_answer": part}) for part in parts]
+        one = RemoteEvaluations(pod, given, 30.0, lambda *_: messages, lambda _: None, keep=kept.__setitem__)
+        one.begin(3)
+        one.evaluated(wait=True)
+        one.close()
+    assert kept[3]["eval/sampled_answer"] == [0.5, 1.0, 0.0]
 
 
 def test_an_evaluation_that_failed_forbids_a_checkpoint_on_all_trainer_hosts():

@@ -258,7 +258,7 @@ def test_a_batch_of_several_hosts_is_cut_for_as_many_or_others(tight, policies, 
         for name, values in part.rows.items():
             np.testing.assert_array_equal(mine.rows[name], values)
     assert len(whole.samples) == 18
-    share = share_of(whole.prompts, 1, 4)  # with other hosts than before
+    (share,) = share_of([whole.prompts], 1, 4)  # with other hosts than before
     mine = cut(whole, share, 1)
     assert len(share.length_P) == 2 and list(mine.samples) == list(whole.samples[3:9])
     np.testing.assert_array_equal(mine.rows["count_B"], whole.rows["count_B"][3:9])

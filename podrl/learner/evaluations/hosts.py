@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from podrl.learner import experience as codec
-from podrl.learner.evaluate import Scored, summarised
+from podrl.learner.evaluate import Keep, Scored, by_record, summarised
 from podrl.mappings import LogRecord
 from podrl.rundir import leases
 from podrl.rundir.leases import Lease
@@ -43,6 +43,8 @@ class RemoteEvaluations:
         collect: Callable[[str, float], Sequence[Message]],
         done: Callable[[int], None],
         wait: Callable[[Future[Any]], None] = lambda work: None,
+        *,
+        keep: Keep = lambda step, means: None,
     ):
         """Starts without an evaluation.
 
@@ -53,9 +55,11 @@ class RemoteEvaluations:
           collect: function (name, longest wait in seconds) -> each share's scores, in the order of the records.
           done: function called with the step of each complete evaluation.
           wait: function that waits for the collecting future, and raises if waiting is in vain.
+          keep: function called on the leader, as podrl.learner.evaluate.Evaluator calls its own.
         """
         self._pod, self._shares, self._deadline_s = pod, shares, deadline_s
         self._collect, self._done, self._wait = collect, done, wait
+        self._keep = keep
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="podrl-scores")
         self._work: Future[Sequence[Message]] | None = None
         self.step_in_flight: int | None = None
@@ -108,6 +112,7 @@ class RemoteEvaluations:
         samples = [sample for message in messages for sample in message.value["samples"]]
         names = dict.fromkeys(name for m in messages for name in m.arrays)  # a small set has records on some hosts only
         scores = {name: np.concatenate([m.arrays[name] for m in messages if name in m.arrays]) for name in names}
+        self._keep(step, by_record(scores))
         return step, summarised(scores), samples[: len(messages[0].value["samples"])]
 
     def unsaved(self) -> bool:

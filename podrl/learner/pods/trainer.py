@@ -1,6 +1,7 @@
 """A trainer host of a pod: follows the batches that rollout hosts make, and fetches the rows that it trains on."""
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +25,7 @@ from podrl.rundir import leases
 from podrl.rundir.leases import Lease, LeaseClient, LeaseServer
 from podrl.rundir.run import Run
 from podrl.rundir.step_barrier import StepBarrier
+from podrl.rundir.summary import keep_evaluation
 from podrl.runtime.message import Message
 from podrl.runtime.pod import MovedError, Pod
 from podrl.types import Experience, Policy
@@ -101,7 +103,8 @@ class RemoteRollouts:
         scores: Any = (self._lease_server, deadline_s, self._scores, note_evaluated)
         if (shares := self._eval_host_shares) is not None:
             scores = (shares, deadline_s, shares.collect, note_evaluated, shares.wait)
-        self._evaluations = RemoteEvaluations(pod, *scores)
+        keep = functools.partial(keep_evaluation, run.workdir) if run.workdir is not None else lambda step, means: None
+        self._evaluations = RemoteEvaluations(pod, *scores, keep=keep)
         self._counted_reassigned = 0  # leases and groups taken over that the metrics have counted
         self._at = 0  # the step agreed on last
         self._asking = ThreadPoolExecutor(_ASKING, thread_name_prefix="podrl-gather")
