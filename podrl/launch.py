@@ -226,7 +226,9 @@ def _find_cluster(argv: Sequence[str], *, joins: bool = False) -> detect.Cluster
     Raises:
       ValueError: settings that cannot work in this cluster.
     """
-    topology = "auto" if joins else _early(argv, "topology", "auto", prefix="--")
+    # Nobody joins a dry run, which checks the job on this process's devices.
+    alone = joins or (_splits(argv) and _switched_on(argv, "dry_run") and "PODRL_CHANNEL" not in os.environ)
+    topology = "auto" if alone else _early(argv, "topology", "auto", prefix="--")
     flags = {name: _early(argv, name, "", prefix="--") for name in detect.CLUSTER_FLAGS}
     metadata = {} if any(flags.values()) else detect.tpu_vm_metadata(os.environ)
     cluster = detect.detect(os.environ, topology=topology, metadata=metadata, flags=flags)
@@ -258,18 +260,31 @@ def _hosts(argv: Sequence[str], config: ConfigDict) -> tuple[str, str, str, str]
 
 def _start_pod(argv: Sequence[str], path: str, config: ConfigDict, processes: int) -> int:
     """Runs this same command in several processes of this machine."""
-    share = _share_of_devices(argv, config, processes)
+    share, hosts = _share_of_devices(argv, config, processes), _hosts_of_pod(argv, config, processes)
     local_pod.check_memory(processes)
-    trainer, rollout, mesh, evaluates = _hosts(argv, config)
-    split = _early(argv, "topology", "auto", prefix="--") == "split"
-    roles.check_evaluation_hosts(evaluates, split=split)
-    hosts = roles.assign(trainer, rollout, processes, mesh, evaluates)
+    split = _splits(argv)
     own = ("--local_processes", "--fake_devices")
     passed = [arg for arg in argv[1:] if arg.partition("=")[0] not in own]
     command = [sys.executable, "-m", "podrl.launch", f"--config={path}", f"--fake_devices={share}", *passed]
     env = os.environ | {_COMMAND: _command_line(sys.argv)}
     restarts = _early(argv, "restarts", local_pod.RESTARTS, prefix="--")
     return local_pod.LocalPod(command, hosts, replace_rollouts=split, environment=env, restarts=restarts).run()
+
+
+def _splits(argv: Sequence[str]) -> bool:
+    """Returns True if the command line asks for clusters that are apart."""
+    return _early(argv, "topology", "auto", prefix="--") == "split"
+
+
+def _hosts_of_pod(argv: Sequence[str], config: ConfigDict, processes: int) -> roles.Hosts:
+    """Assigns roles to the processes of a pod on one machine.
+
+    Raises:
+      ValueError: the configuration's lists of hosts do not fit the number of processes.
+    """
+    trainer, rollout, mesh, evaluates = _hosts(argv, config)
+    roles.check_evaluation_hosts(evaluates, split=_splits(argv))
+    return roles.assign(trainer, rollout, processes, mesh, evaluates)
 
 
 def _share_of_devices(argv: Sequence[str], config: ConfigDict, processes: int) -> int:
@@ -354,8 +369,11 @@ def _run(argv: Sequence[str], joined: list[Pod]) -> int:
     config = load_config(path)
     processes = _early(rest, "local_processes", 0, prefix="--")
     leader = _early(rest, "join", "", prefix="--")
-    if processes > 1 and not leader and "PODRL_PLATFORM" not in os.environ and "--dry_run" not in rest:
-        return _start_pod(rest, path, config, processes)
+    dry = _switched_on(rest, "dry_run")
+    if processes > 1 and not leader and "PODRL_PLATFORM" not in os.environ:
+        if not dry:
+            return _start_pod(rest, path, config, processes)
+        _hosts_of_pod(rest, config, processes)
     cluster = _find_cluster(rest, joins=bool(leader))
     devices = _early(rest, "fake_devices", config.get("fake_devices", 0))
     if leader and processes > 1:
@@ -373,7 +391,7 @@ def _run(argv: Sequence[str], joined: list[Pod]) -> int:
             seat = joining.take_seat(cluster, joining.hosts_of(cluster, *_hosts(rest, config)), os.environ)
         joined.append(joining.join(cluster, seat, deadline_s=wait_s, heartbeat_s=silence_s))
         signals.leave_on_signals(unwind=True)  # jax's cluster has installed a handler of its own
-    elif not _switched_on(rest, "dry_run"):
+    elif not dry:
         joining.hosts_of(cluster, *_hosts(rest, config))  # refuses lists of hosts in a job of one host
     from podrl.job import job  # after the environment is prepared: this imports jax
 
@@ -385,6 +403,10 @@ def _run(argv: Sequence[str], joined: list[Pod]) -> int:
         for noisy in ("absl", "gcsfs", "google", "asyncio"):
             logging.getLogger(noisy).setLevel(logging.CRITICAL)
     if _DRY_RUN.value:
+        if processes > 1 or _splits(rest):
+            print(
+                "This dry run shows the devices of one process; the job itself prints the roles of all its processes."
+            )
         return job.dry_run(values, workdir)
     command = os.environ.get(_COMMAND) or _command_line(argv)
     pod = joined[0] if joined else None

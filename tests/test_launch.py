@@ -102,6 +102,15 @@ def _launch(tmp_path, *args):
     )
 
 
+def test_a_dry_run_of_a_pod_checks_its_hosts_and_starts_none(tmp_path):
+    pod = ("--config=grpo_gemma.py", "--dry_run", "--topology=split", "--local_processes=3")
+    done = _launch(tmp_path, *pod, "--config.roles.eval.hosts=2")
+    assert done.returncode == 0, done.stderr
+    assert "This dry run shows the devices of one process" in done.stdout and "Batch arithmetic" in done.stdout
+    done = _launch(tmp_path, *pod, "--config.roles.trainer.hosts=0-5")
+    assert done.returncode == 1 and "hosts [3, 4, 5] are not in this job" in done.stderr
+
+
 def test_a_dry_run_prints_roles_and_arithmetic_and_writes_nothing(tmp_path):
     done = _launch(tmp_path, "--config=grpo_gemma.py", "--dry_run", "--config.grpo.num_generations=4")
     assert done.returncode == 0, done.stderr
