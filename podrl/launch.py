@@ -266,9 +266,10 @@ def _start_pod(argv: Sequence[str], path: str, config: ConfigDict, processes: in
     own = ("--local_processes", "--fake_devices")
     passed = [arg for arg in argv[1:] if arg.partition("=")[0] not in own]
     command = [sys.executable, "-m", "podrl.launch", f"--config={path}", f"--fake_devices={share}", *passed]
-    env = os.environ | {_COMMAND: _command_line(sys.argv)}
+    again = _command_line(sys.argv)
     restarts = _early(argv, "restarts", local_pod.RESTARTS, prefix="--")
-    return local_pod.LocalPod(command, hosts, replace_rollouts=split, environment=env, restarts=restarts).run()
+    options: dict[str, Any] = {"replace_rollouts": split, "restarts": restarts, "again": again}
+    return local_pod.LocalPod(command, hosts, environment=os.environ | {_COMMAND: again}, **options).run()
 
 
 def _splits(argv: Sequence[str]) -> bool:

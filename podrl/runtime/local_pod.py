@@ -52,6 +52,7 @@ class LocalPod:
         replace_rollouts: bool,
         environment: Mapping[str, str],
         restarts: int = RESTARTS,
+        again: str = "",
     ):
         """Stores the command and its processes.
 
@@ -62,7 +63,9 @@ class LocalPod:
           environment: environment of every process. The variables that give a process its place are added, and
             PODRL_SECRET and PODRL_CHANNEL if they are missing.
           restarts: number of times, over all processes, that a process that does not train is started again.
+          again: command that starts the job again, for the case that the process that would print it is killed.
         """
+        self._again = again
         self._command, self._hosts, self._replace = list(command), hosts, replace_rollouts
         self._joinable = "PODRL_SECRET" in environment  # True if hosts that are not started here can join
         own = {"PODRL_CHANNEL": f"127.0.0.1:{free_ports(1)[0]}", "PODRL_SECRET": secrets.token_hex(16)}
@@ -108,7 +111,7 @@ class LocalPod:
 
     def _wait(self) -> int:
         failed: int | None = None
-        end = float("inf")
+        end, silent = float("inf"), False  # silent: the leader, which says what is saved, was killed
         while self._children:
             for process, child in list(self._children.items()):
                 code = child.poll()
@@ -134,12 +137,15 @@ class LocalPod:
                     if self._children:
                         text = f"{self._hosts.name(process)} ended with {_describe_exit(code)}"
                         self._report(f"{text}; the other processes must end too.")
+                silent = silent or (process == _LEADER and code < 0 and not self._stopping)
             if self._children and time.monotonic() > end:
                 self._report(f"{', '.join(map(self._hosts.name, self._children))} did not end: killed.")
                 self._kill()
             time.sleep(0.05)
         for thread in self._threads:
             thread.join(5)
+        if silent and self._again:
+            self._report(f"The newest complete checkpoint counts. Resume with: {self._again}")
         return failed or 0
 
     def _code(self, code: int) -> int:

@@ -23,7 +23,7 @@ local_pod._GRACE_S = float(grace_s)
 command = [sys.executable, "-c", program] if program else ["sleep", "600"]
 os.environ["POD_TEST"] = str(os.getpid())
 hosts = Hosts((0,), tuple(range(1, 1 + int(rollouts))))
-pod = local_pod.LocalPod(command, hosts, replace_rollouts=replace == "True", environment=os.environ)
+pod = local_pod.LocalPod(command, hosts, replace_rollouts=replace == "True", environment=os.environ, again="again")
 sys.exit(pod.run())
 """
 # Some processes end first; the others wait until the launcher has read their exit codes (until then their ids exist).
@@ -78,6 +78,13 @@ def test_the_first_that_fails_gives_the_exit_code(first, code, words, tmp_path):
     (tmp_path / "go").touch()
     assert _end(pod)[0] == code
     assert said == f"podrl: rollout 1 ended with {words}; the other processes must end too.\n"
+
+
+@pytest.mark.parametrize("killed", [0, 2])
+def test_the_command_that_resumes_is_shown_where_the_process_that_shows_it_was_killed(killed):
+    code, _, err = _run(f"os.kill(os.getpid(), signal.SIGKILL) if index == {killed} else time.sleep(0.5)")
+    assert code == 42
+    assert ("Resume with: again" in err) == (killed == 0)
 
 
 def test_lines_have_a_name_and_the_chatter_of_collectives_is_left_out():
