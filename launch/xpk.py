@@ -3,8 +3,8 @@
   python -m launch.xpk --cluster=my-cluster --project=my-project --zone=us-east5-b --machine=v6e:4x4 \\
     --config=grpo_gemma.py --workdir=gs://bucket/run --image=REGISTRY/podrl:1 -- --config.trainer.learning_rate=1e-6
 
-`--dry_run` prints the command and runs nothing. Flags are those of xpk 1.16.0
-(https://github.com/AI-Hypercomputer/xpk), installed by `pip install xpk==1.16.0`.
+`--dry_run` prints the command and submits nothing; with `--manifest=FILE` xpk writes the JobSet all the same, without a
+cluster. Flags are those of xpk 1.16.0 (https://github.com/AI-Hypercomputer/xpk), installed by `pip install xpk==1.16.0`.
 
 Rollout hosts of their own: a workload whose flags after `--` have --topology=split only trains, and prints the command
 of further workloads, one slice each, that generate for it (--join=NAME). These may come and go:
@@ -38,7 +38,7 @@ from collections.abc import Sequence
 from . import command, machines, submission
 
 MISSING = {
-    "xpk": "pip install xpk==1.16.0 (podrl's extra [launch]).",
+    "xpk": "pip install xpk==1.16.0, best in an environment of its own, because it pins other versions than podrl.",
     "gcloud": "https://cloud.google.com/sdk/docs/install.",
     "kubectl": "https://cloud.google.com/kubernetes-engine/docs/how-to/cluster-access-for-kubectl.",
 }
@@ -85,7 +85,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--grace_seconds", type=int, default=300, help="seconds between SIGTERM and SIGKILL")
     parser.add_argument("--priority", default="medium", help="xpk's --priority")
     parser.add_argument("--env", action="append", default=[], help="NAME=VALUE for the container; may be repeated")
-    parser.add_argument("--manifest", help="also write the submitted manifest to this file")
+    parser.add_argument("--manifest", help="also write the manifest to this file; with --dry_run without a cluster")
     parser.add_argument("--dry_run", action="store_true", help="print the command and run nothing")
     args = parser.parse_args(own)
     args.secret_file = f"{(args.workdir or '').rstrip('/')}.secret-{secrets.token_hex(4)}"  # new for every submission
@@ -246,6 +246,32 @@ def run_xpk(words: Sequence[str], kubectl: str) -> int:
         return exit_code
 
 
+def write_manifest(args: argparse.Namespace, words: Sequence[str]) -> int:
+    """Makes xpk write the manifest of a job without submitting it; returns the exit code.
+
+    Args:
+      args: our flags.
+      words: xpk's command, which names the file.
+    """
+    if shutil.which("xpk") is None:
+        sys.stderr.write(f"launch.xpk: xpk, which writes {args.manifest}, is not on PATH: {MISSING['xpk']}\n")
+        return 1
+    # With these flags xpk needs no cluster, no gcloud and no docker.
+    done = subprocess.run([*words, "--dry-run", "--skip-validation"], capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.stderr.write(f"launch.xpk: xpk has not written {args.manifest}:\n{(done.stdout + done.stderr)[-2000:]}\n")
+        return 1
+    if not args.pathways:
+        _add_rules(args.manifest)
+    print(f"# {args.manifest} is written.")
+    return 0
+
+
+def _add_rules(file: str) -> None:
+    path = pathlib.Path(file)
+    path.write_text(with_rules(path.read_text(encoding="utf-8")), encoding="utf-8")
+
+
 def main(argv: Sequence[str]) -> int:
     """Prints the command, and runs it unless --dry_run; returns the exit code."""
     args, extra = parse(argv)
@@ -268,7 +294,7 @@ def main(argv: Sequence[str]) -> int:
         secret = own or f"PODRL_SECRET_FILE={args.secret_file}"
         print(f"# Rollout hosts: this launch.xpk with --join={args.name} --env={secret} and another --name, --machine")
     if args.dry_run:
-        return 0
+        return write_manifest(args, words) if args.manifest else 0
     paths = {name: shutil.which(name) for name in MISSING}
     for name, path in paths.items():
         if path is None:
@@ -291,8 +317,7 @@ def main(argv: Sequence[str]) -> int:
         return command.run(words, missing=MISSING)
     exit_code = run_xpk(words, str(paths["kubectl"]))
     if args.manifest and exit_code == 0:
-        path = pathlib.Path(args.manifest)
-        path.write_text(with_rules(path.read_text(encoding="utf-8")), encoding="utf-8")
+        _add_rules(args.manifest)
     return exit_code
 
 

@@ -200,6 +200,19 @@ def check_restarts(document: dict) -> None:
     }
 
 
+@pytest.mark.nightly("launch", ".ci/xpk.txt")
+@pytest.mark.slow
+def test_a_dry_run_writes_the_manifest_that_is_submitted(tmp_path, monkeypatch, capfd):
+    manifest = tmp_path / "written.yaml"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert xpk.main([*FLAGS, *IMAGE, f"--manifest={manifest}", "--dry_run"]) == 1
+    assert "xpk, which writes" in capfd.readouterr().err
+    (tmp_path / "xpk").symlink_to(real_xpk.program())
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.defpath}")
+    assert xpk.main([*FLAGS, *IMAGE, f"--manifest={manifest}", "--dry_run"]) == 0, capfd.readouterr()
+    check_restarts(yaml.safe_load(manifest.read_text()))
+
+
 def test_xpk_submits_a_jobset_in_which_restarts_after_a_preemption_are_not_counted(tmp_path, monkeypatch, capfd):
     """xpk starts kubectl through a shell; it finds ours, which hands the JobSet with the rules to the real one."""
     source, manifest, applied = (tmp_path / name for name in ("source.yaml", "written.yaml", "applied.yaml"))
