@@ -3,8 +3,8 @@
   python -m launch.xpk --cluster=my-cluster --project=my-project --zone=us-east5-b --machine=v6e:4x4 \\
     --config=grpo_gemma.py --workdir=gs://bucket/run --image=REGISTRY/podrl:1 -- --config.trainer.learning_rate=1e-6
 
-`--dry_run` prints the command and submits nothing; with `--manifest=FILE` xpk writes the JobSet all the same, without a
-cluster. Flags are those of xpk 1.16.0 (https://github.com/AI-Hypercomputer/xpk), installed by `pip install xpk==1.16.0`.
+`--dry_run` prints the command and submits nothing; with `--manifest=FILE` xpk writes the JobSet, without a cluster.
+Flags are those of xpk 1.16.0 (https://github.com/AI-Hypercomputer/xpk), installed by `pip install xpk==1.16.0`.
 
 Rollout hosts of their own: a workload whose flags after `--` have --topology=split only trains, and prints the command
 of further workloads, one slice each, that generate for it (--join=NAME). These may come and go:

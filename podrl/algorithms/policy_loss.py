@@ -1,6 +1,7 @@
 """The policy loss of a run: surrogate, correction, KL, entropy and aggregation, composed and checked."""
 
 import dataclasses
+import string
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
@@ -50,6 +51,13 @@ AGGREGATION_FORMULAS = {
     "sequence-mean-token-scale": "mean over sequences of (sum over tokens / {loss_agg_scale:g})",
     "token-sum-scale": "sum over tokens / {loss_agg_scale:g}",
 }
+
+
+def _read_by(kind: str) -> set[str]:
+    """Names the settings that a surrogate's formula has; each bound of the ratio comes from two settings."""
+    names = {name for _, name, _, _ in string.Formatter().parse(KINDS[kind]) if name}
+    names = {{"low": "epsilon_low", "high": "epsilon_high"}.get(name, name) for name in names}
+    return names | ({"epsilon"} if "epsilon_low" in names or "epsilon_high" in names else set())
 
 
 PolicyLossFn = Callable[[Array, Array, PolicyRows], tuple[Ratio, dict[str, Ratio]]]
@@ -396,6 +404,14 @@ class PolicyLoss:
                 f"{key}.policy_loss_fn={kind!r} picks tokens within each micro-batch: the gradient "
                 "depends on the micro-batch size."
             )
+        losses = [loss.settings for loss in (self, *self.others)]
+        read = set[str]().union(*(_read_by(one.kind) for one in losses if not one.own_loss))
+        defaults = {field.name: field.default for field in dataclasses.fields(LossSettings)}
+        for name in sorted(set[str]().union(*map(_read_by, KINDS)) - read):
+            if (value := getattr(self.settings, name)) != defaults[name]:
+                found.append(
+                    f"{key}.{name}={value!r} has no effect: the policy loss {losses[0].kind} does not read it."
+                )
         return tuple(found)
 
     def entropy_formula(self) -> str:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
+from podrl.algorithms.policy_loss import KLLossSettings, PolicyLoss
 from podrl.algorithms.presets import PRESETS, preset
 from podrl.algorithms.shaping import overlong_penalty
 from podrl.job.config import complete, parse, unset
@@ -175,6 +176,33 @@ def test_a_group_of_one_is_refused_where_it_teaches_nothing(estimator, singleton
         np.array([[0, 0, 1.0], [0, 0.25, 0]]), np.zeros(2), np.array([[0, 1.0, 1], [0, 1, 0]]), group_B=np.arange(2)
     )
     assert not np.any(advantage_BT)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "unread"),
+    [
+        ("reinforce", {"epsilon": 0.1}, ["epsilon"]),
+        ("sapo", {"epsilon_high": 0.3, "tau_positive": 2.0}, ["epsilon_high"]),
+        ("clip", {"cov_fraction": 0.1, "dro_beta": 1.0, "epsilon": 0.1}, ["cov_fraction", "dro_beta"]),
+        ("cispo", {"epsilon_high": 0.3}, []),
+        ("gmpo", {"epsilon": 0.4}, []),
+        (lambda logprob_BT, old_logprob_BT, advantage_BT: -logprob_BT * advantage_BT, {"epsilon": 0.1}, ["epsilon"]),
+    ],
+)
+def test_settings_that_the_loss_does_not_read_are_told(kind, settings, unread):
+    warnings = GRPOConfig(beta=0.0, policy_loss_fn=kind, **settings).warnings(1)
+    assert [text.partition("=")[0] for text in warnings] == [f"grpo.{name}" for name in unread]
+    assert all("has no effect: the policy loss" in text for text in warnings)
+    # A source of a mixture may have another loss, which reads them.
+    sources = {"a": {"policy_loss_fn": "clip"}, "b": {"policy_loss_fn": "clip_cov"}, "c": {"policy_loss_fn": "dro"}}
+    mixed = GRPOConfig(beta=0.0, policy_loss_fn=kind, sources=sources, **settings)
+    assert not [text for text in mixed.warnings(1) if "has no effect" in text]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_no_preset_has_a_setting_that_its_loss_does_not_read(name):
+    loss = PolicyLoss(KLLossSettings(**{"loss_agg_scale": 8.0, **PRESETS[name].loss}))
+    assert not [text for text in loss.warnings() if "has no effect" in text]
 
 
 def test_settings_that_undo_each_other_are_told():
