@@ -94,6 +94,13 @@ class Elsewhere:
         raise AttributeError(f"{self._name} does not exist in podrl: {self._way}")
 
 
+# For methods of other libraries that save a model.
+EXPORTED = (
+    "RLTrainingConfig(checkpoint_root_directory=RUN) saves the run, and `python -m podrl.export --workdir=RUN --out=DIR` "
+    "writes a directory for transformers (--push=ORG/NAME for the hub)."
+)
+
+
 def as_settings(cls: type[T], value: object, name: str) -> T:
     """Returns `value` if it is an instance of the settings `cls`, or makes an instance if it is a dict of fields.
 

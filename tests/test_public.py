@@ -153,20 +153,21 @@ def test_roles_are_those_of_the_field_and_a_teacher():
     }
 
 
-# Public methods and properties of Tunix's classes (rl_cluster.py, rl_learner.py).
+# Public methods and properties of Tunix's classes (rl_cluster.py, rl_learner.py), and methods of transformers and TRL.
 SURFACE = {
     podrl.RLCluster: (
         "actor_trainer buffer_metrics buffer_metrics_async close cluster_config critic_trainer generate "
         "get_actor_per_token_logps get_old_per_token_logps get_ref_per_token_logps get_rewards get_rollout_config "
         "get_values global_steps inference_worker perf perf_v2 r2m rollout sync_weights update_actor update_critic "
-        "with_external_metrics_logger"
+        "with_external_metrics_logger save_pretrained save_model save_checkpoint push_to_hub"
     ),
-    podrl.GRPOLearner: "algo_config can_enable_async_rollout rl_cluster should_sync_weights train",
+    podrl.GRPOLearner: "algo_config can_enable_async_rollout rl_cluster should_sync_weights train "
+    "save_pretrained save_model save_checkpoint push_to_hub evaluate",
 }
 
 
 @pytest.mark.parametrize(("cls", "name"), [(cls, name) for cls, names in SURFACE.items() for name in names.split()])
-def test_methods_and_properties_of_tunix_are_there_or_say_the_way_of_podrl(cls, name):
+def test_methods_and_properties_of_others_are_there_or_say_the_way_of_podrl(cls, name):
     if not hasattr(cls, name):
         with pytest.raises(AttributeError, match=rf"{name} does not exist in podrl: .+\.$"):
             getattr(cls, name)
