@@ -1,5 +1,6 @@
 """Settings: frozen dataclasses with a type and a range for each field, and errors that name the wrong field."""
 
+import ast
 import dataclasses
 import difflib
 import fnmatch
@@ -96,8 +97,8 @@ class Elsewhere:
 
 # For methods of other libraries that save a model.
 EXPORTED = (
-    "RLTrainingConfig(checkpoint_root_directory=RUN) saves the run, and `python -m podrl.export --workdir=RUN --out=DIR` "
-    "writes a directory for transformers (--push=ORG/NAME for the hub)."
+    "RLTrainingConfig(checkpoint_root_directory=RUN) saves the run, and `python -m podrl.export --workdir=RUN "
+    "--out=DIR` writes a directory for transformers (--push=ORG/NAME for the hub)."
 )
 
 
@@ -375,6 +376,14 @@ def check_text(text: str, hint: object, key: str) -> bool:
             if text.lower() in ("true", "t", "1", "false", "f", "0"):
                 return False
             continue
+        if typing.get_origin(option) is tuple and str not in options and text.startswith(("(", "[")):
+            try:
+                ast.literal_eval(text)
+            except (SyntaxError, ValueError):
+                raise ValueError(
+                    f"{key}={text} is no list as Python writes it: close every bracket and quote, quote texts, and "
+                    "separate items by commas."
+                ) from None
         if option is not type(None) and typing.get_origin(option) is not typing.Literal:
             return False  # the parser of flags checks texts and tuples
     raise ValueError(f"{key}={text} must be {_names(options)}.")

@@ -11,7 +11,7 @@ from ml_collections import ConfigDict
 
 from podrl.data.config import SourceConfig
 from podrl.data.template import SYSTEM_PROMPT
-from podrl.job.config import complete, quoted, with_prompt_length
+from podrl.job.config import check_text, complete, quoted, with_prompt_length
 from podrl.launch import find_config, take_config
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -30,6 +30,13 @@ def test_a_config_is_looked_up_as_given_then_in_configs(tmp_path):
 def test_a_misspelt_config_names_the_nearest(tmp_path):
     with pytest.raises(ValueError, match=r"grpo_gema\.py: no such file.*'grpo_gemma\.py'"):
         find_config("grpo_gema.py", tmp_path)
+
+
+@pytest.mark.parametrize("text", ["({'path':'a'},{'path':'b'}", "({'path':'a'}]", "({'path':'a)})", "[a,b]"])
+def test_a_list_whose_brackets_or_quotes_are_open_is_refused_as_such(text):
+    with pytest.raises(ValueError, match=r"data\.sources=.* is no list as Python writes it: close every bracket"):
+        check_text("data.sources", text, "grpo")
+    assert not check_text("data.sources", "({'path':'a'},)", "grpo")
 
 
 def test_both_spellings_of_the_flag_are_taken_out():

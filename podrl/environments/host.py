@@ -595,9 +595,13 @@ class EnvironmentHost:
             self._on_call(episode.task, episode.descriptions[number].partition(" ")[0], started, ended, failed)
 
     def _name(self, episode: _Episode) -> str:
+        task = episode.task
+        when = (
+            f"step {task.step + 1}" if task.mode == "train" else "an evaluation"
+        )  # steps as progress lines count them
         return (
-            f"Environment {self._config.environment} of {_sample(episode.task)} (step {episode.task.step}, after turn "
-            f"{len(episode.turns)}; prompt {episode.task.prompt[:160]!r})"
+            f"Environment {self._config.environment} of {_sample(task)} ({when}, after turn {len(episode.turns)}; "
+            f"prompt {task.prompt[:160]!r})"
         )
 
 

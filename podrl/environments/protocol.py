@@ -33,7 +33,7 @@ class Task:
       seed: seed derived from the sample's random key, so that a resumed run uses the same one; 0 to 2^32 - 1.
       index: position of the prompt in the data stream since step 0.
       sample: number of the sample among the samples of its prompt, from 0; -1 for a greedy sample.
-      step: the training step.
+      step: number of training steps before this one's.
       mode: 'train' or 'eval'.
     """
 

@@ -10,7 +10,7 @@ import inspect
 import json
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, get_args
 
 from podrl.environments.calls import Cuts
 from podrl.environments.config import NONE, PROGRAM, EnvironmentConfig
@@ -75,7 +75,10 @@ class RemoteModel:
           Ended: the sample has no room or no turns left.
           RefusedRequest: a request in `chat` cannot be honoured.
           RuntimeError: an earlier call has not returned yet.
+          ValueError: there is no such role.
         """
+        if role not in get_args(Role):
+            raise ValueError(f"role={role!r} must be one of {', '.join(map(repr, get_args(Role)))}.")
         if self._turn is not None:
             raise RuntimeError("An episode says one thing at a time: `await` each model.say before the next.")
         if self._turns == self._config.max_turns:

@@ -5,6 +5,7 @@ registry says how to read that section; all other sections are the same for all 
 """
 
 import dataclasses
+import pathlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -39,7 +40,7 @@ from podrl.learner.ppo import PPO
 from podrl.learner.settings import AlgorithmConfig, GRPOConfig, PPOConfig
 from podrl.mappings import ConfigValues, ToolSchema
 from podrl.models.config import LoraConfig, ModelConfig, gemma2_config
-from podrl.models.hf_config import config_from_hf
+from podrl.models.hf_config import config_from_hf, read_config
 from podrl.rewards import reasoning
 from podrl.rewards.compose import RewardConfig
 from podrl.rewards.reference import DEFAULT
@@ -842,5 +843,7 @@ def with_prompt_length(values: ConfigValues, tools: Sequence[ToolSchema] = ()) -
     directory = build(ModelSource, values["model"], "config.model").tokenizer(values["tokenizer"])
     if values["rollout"]["max_prompt_length"]:
         return dict(values)
+    if not values["tokenizer"] and pathlib.Path(directory, "config.json").is_file():
+        read_config(directory)  # a model of another kind is refused for that, and not for its tokenizer
     data = build(DataConfig, values["data"], "config.data")
     return merge(values, {"rollout": {"max_prompt_length": longest_prompt(data, Tokenizer(directory, tools=tools))}})

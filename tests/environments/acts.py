@@ -292,3 +292,10 @@ class Endless:
 
 
 async_tools = podrl.ToolEnvironment([calculator], inner=Guess(), max_tool_calls=3)
+
+
+class Systemic:
+    """Says something in a role that no turn has."""
+
+    async def run(self, task, model):
+        await model.say("x", role="system")

@@ -276,10 +276,20 @@ def test_turns_are_bounded():
     assert (len(says), done.reason) == (3, "turns")
 
 
+def test_a_role_that_there_is_not_names_those_that_there_are():
+    with (
+        Episodes(config("Systemic"), Limits(), journal=None) as episodes,
+        pytest.raises(EnvironmentFailure, match=r"(?s)acts\.py.*role='system' must be one of 'raw', 'user', 'tool'"),
+    ):
+        play(episodes, lambda _: Turn("x"))
+
+
 def test_what_an_environment_raises_ends_the_job():
     with (
         Episodes(config("Raises"), Limits(), journal=None) as episodes,
-        pytest.raises(EnvironmentFailure, match=r"(?s)Raises of sample 2 of prompt 5 .*after turn 1.*no such board"),
+        pytest.raises(
+            EnvironmentFailure, match=r"(?s)Raises of sample 2 of prompt 5 \(step 1, after turn 1.*such board"
+        ),
     ):
         play(episodes, lambda _: Turn("x"), Task("p", index=5, sample=2))
 
