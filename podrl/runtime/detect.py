@@ -33,7 +33,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args
 
 from podrl.runtime.service import ask
-from podrl.storage.storage import on_network
+from podrl.storage.mounts import on_network
 
 Kind = Literal["single", "local", "flags", "tpu_vm", "gke", "multislice", "jobset_split", "pathways"]
 Topology = Literal["single", "shared", "split", "pathways"]

@@ -20,7 +20,8 @@ import time
 import uuid
 from collections.abc import Iterator
 
-from podrl.storage.storage import Place, StorageError, first_line, is_remote, on_network
+from podrl.storage.mounts import on_network
+from podrl.storage.storage import Place, StorageError, first_line, is_remote
 
 BEAT_S = 10.0
 EXPIRY_S = 60.0

@@ -18,7 +18,15 @@ import pytest
 from waits import PATIENCE_S, until
 
 pytestmark = pytest.mark.nightly(  # the workers have only these files of podrl
-    *("launch", "podrl/runtime/detect.py", "podrl/runtime/service.py", "podrl/launch.py", "podrl/job", "configs")
+    *(
+        "launch",
+        "podrl/runtime/detect.py",
+        "podrl/runtime/service.py",
+        "podrl/storage/mounts.py",
+        "podrl/launch.py",
+        "podrl/job",
+        "configs",
+    )
 )
 REPOSITORY = pathlib.Path(__file__).parents[2]
 SCRIPT = REPOSITORY / "launch" / "tpu_vm.sh"
@@ -88,9 +96,9 @@ class Pod:
 
     def _make_checkout(self) -> None:
         shutil.copytree(REPOSITORY / "launch", self.checkout / "launch", ignore=shutil.ignore_patterns("__pycache__"))
-        (self.checkout / "podrl" / "runtime").mkdir(parents=True)
-        for name in ("detect.py", "service.py"):
-            shutil.copy(REPOSITORY / "podrl" / "runtime" / name, self.checkout / "podrl" / "runtime")
+        for name in ("runtime/detect.py", "runtime/service.py", "storage/mounts.py"):
+            (self.checkout / "podrl" / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(REPOSITORY / "podrl" / name, self.checkout / "podrl" / name)
         (self.checkout / "podrl" / "launch.py").write_text(PROGRAM)
         (self.checkout / "requirements-tpu.lock").touch()
 
