@@ -23,6 +23,7 @@ from podrl.mappings import Record, TaskFields
 from podrl.types import Prompts
 
 _log = logging.getLogger("podrl.data")
+_OUTLIER = 4  # times the length that 99 of 100 prompts have at most
 
 
 class _Task(NamedTuple):
@@ -284,9 +285,6 @@ def longest_prompt(config: DataConfig, tokenizer: Tokenizer, *, look: int = 8192
             *(found.tokens, found.usual, found.text, found.usual),
         )
     return found.tokens
-
-
-_OUTLIER = 4  # times the usual length
 
 
 class _Longest(NamedTuple):

@@ -596,9 +596,8 @@ class EnvironmentHost:
 
     def _name(self, episode: _Episode) -> str:
         task = episode.task
-        when = (
-            f"step {task.step + 1}" if task.mode == "train" else "an evaluation"
-        )  # steps as progress lines count them
+        # Progress lines count steps from 1.
+        when = f"step {task.step + 1}" if task.mode == "train" else "an evaluation"
         return (
             f"Environment {self._config.environment} of {_sample(task)} ({when}, after turn {len(episode.turns)}; "
             f"prompt {task.prompt[:160]!r})"

@@ -6,7 +6,8 @@ The process imports the standard library and what reward functions import, never
 import asyncio
 import inspect
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+import threading
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from typing import Any
 
 from podrl.config import plural
@@ -28,7 +29,7 @@ def call(fn: Callable[..., object], prompts: list[str], completions: list[str], 
     try:
         result = _apply(fn, prompts, completions, fields)
         if inspect.iscoroutine(result):
-            result = asyncio.run(result)
+            result = _await(result)
         if isinstance(result, str | Mapping) or not hasattr(result, "__iter__"):
             return {"bad": f"returned {short(result)} ({type(result).__name__}), not a list of numbers"}
         values = list(result)
@@ -122,6 +123,16 @@ def mistaken(first: Sequence[str] | None, fields: Collection[str], name: str) ->
         f"is defined with ({shown}), but its first two arguments get the prompts and the completions, "
         f"and {what}: {define}{others}, **fields)"
     )
+
+
+_OWN = threading.local()
+
+
+def _await(work: Coroutine[object, Any, object]) -> Any:
+    """Runs a coroutine on this thread's event loop, which stays open: clients that a module keeps belong to it."""
+    if not hasattr(_OWN, "runner"):
+        _OWN.runner = asyncio.Runner()
+    return _OWN.runner.run(work)
 
 
 def _apply(fn: Callable[..., object], prompts: list[str], completions: list[str], fields: Mapping[str, list]) -> Any:

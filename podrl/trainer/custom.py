@@ -166,7 +166,7 @@ def _try_numbers(call: Callable[..., Any], key: str) -> None:
 
     In the first, as in an update by fresh samples, both policies are equal.
     """
-    mask_BT, segment_BT = np.ones((2, 3), np.float32), np.zeros((2, 3), np.int32)
+    mask_BT, segment_BT = jnp.ones((2, 3), jnp.float32), jnp.zeros((2, 3), jnp.int32)
     context = dict(zip(CONTEXT, (mask_BT, 3 * mask_BT, segment_BT), strict=True))
 
     def total(logprob_BT: jax.Array, old_BT: jax.Array) -> tuple[jax.Array, jax.Array]:

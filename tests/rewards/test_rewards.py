@@ -58,9 +58,15 @@ def test_a_reward_function_may_be_a_coroutine(tmp_path):
         "async def one(text):\n    await asyncio.sleep(0)\n    return float(len(text))\n"
         "async def lengths(prompts, completions, **fields):\n"
         "    return await asyncio.gather(*map(one, completions))\n"
+        "loops = []\n"
+        "async def once(prompts, completions, **fields):\n"
+        "    loops.append(asyncio.get_running_loop())\n"
+        "    return [float(all(one is loops[0] and not one.is_closed() for one in loops))] * len(completions)\n"
         "async def fails(prompts, completions, **fields):\n    raise KeyError('gone')\n"
     )
     assert score(RewardConfig(fns=(f"{tmp_path}/mine.py:lengths",)), "a", "bcd").tolist() == [[1.0, 3.0]]
+    with Rewards(RewardConfig(fns=(f"{tmp_path}/mine.py:once",), workers=1)) as rewards:  # as a client would need
+        assert [rewards.score(["?"], ["a"], {}).tolist() for _ in range(3)] == 3 * [[[1.0]]]
     assert "KeyError: 'gone'" in failure(RewardConfig(fns=(f"{tmp_path}/mine.py:fails",)), "a")
 
 
