@@ -1,5 +1,6 @@
 """The names and defaults of the Python API; field names follow Tunix where podrl has the concept."""
 
+import ast
 import dataclasses
 import json
 import pathlib
@@ -17,7 +18,8 @@ from podrl.job.config import unset
 from podrl.rundir.metrics import UserMetrics
 
 FIELDS = pathlib.Path(__file__).resolve().parents[2] / "shared" / "vectors" / "config_fields.json"
-PAGE = pathlib.Path(__file__).resolve().parents[1] / "docs" / "algorithms.md"
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "algorithms.md"
 
 
 def different() -> dict[str, tuple[str, str]]:
@@ -49,6 +51,18 @@ def test_every_public_name_exists():
 def test_importing_podrl_imports_no_jax():
     code = "import podrl, sys; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+def test_files_that_say_that_they_need_only_the_standard_library_do():
+    """They run on hosts, in sandboxes and in users' environments where podrl's dependencies are not installed."""
+    texts = {path: ast.get_docstring(ast.parse(path.read_text())) for path in (ROOT / "podrl").rglob("*.py")}
+    names = [path for path, text in texts.items() if "standard library" in " ".join((text or "").split())]
+    modules = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in names]
+    assert {"podrl.agent", "podrl.mappings", "podrl.runtime.detect", "podrl.rewards.worker"} <= set(modules)
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import {', '.join(modules)}"
+    alone = [sys.executable, "-I", "-S", "-c", code]  # -S leaves out the installed packages
+    done = subprocess.run(alone, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("name", ["GRPOConfig", "PPOConfig", "RolloutConfig", "RLTrainingConfig", "ClusterConfig"])
