@@ -2,8 +2,8 @@
 
 `detect` is a pure function of a mapping: it imports no jax, opens no file and asks no server. So the launcher can call
 it before jax is imported, and tests can pass it recorded environments. A TPU VM's description is not in its environment
-but on its metadata server; `tpu_vm_metadata` fetches it, and `detect` takes it as a second mapping. The module needs only
-the standard library.
+but on its metadata server; `tpu_vm_metadata` fetches it, and `detect` takes it as a second mapping.
+The module needs only the standard library.
 
 Variables read, by platform (the first that matches decides):
   flags         none: the flags --coordinator, --process_id and --num_processes describe the cluster.
