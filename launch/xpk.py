@@ -12,11 +12,11 @@ of further workloads, one slice each, that generate for it (--join=NAME). These 
   python -m launch.xpk --join=podrl --env=PODRL_SECRET_FILE=gs://bucket/run.secret-... --name=podrl-rollout-0 [as above]
 
 What xpk adds, and what it lacks:
-  McJAX     one pod per host, all restarted together on exit codes 42 and 127-255, at most --max_restarts times. xpk has
-            no flag for restarts that are not counted. So while xpk runs, a program named kubectl stands before the real
-            one on PATH and adds rules to the JobSet that xpk applies: after a preemption, which is exit 75 or a pod
-            that the cluster disrupts, the pods are recreated any number of times. A JobSet's rules cannot be changed
-            once it exists. This needs pyyaml here, and in the cluster JobSet 0.10, which xpk 1.16 installs.
+  McJAX     one pod per host, all restarted together on exit codes 42, 75 and 127-255, --max_restarts times at most. xpk
+            has no flag for restarts that are not counted. So while xpk runs, a program named kubectl stands before the
+            real one on PATH and adds rules to the JobSet that xpk applies: after a preemption, which is exit 75 or a
+            pod that the cluster disrupts, the pods are recreated any number of times. A JobSet's rules cannot be
+            changed once it exists. This needs pyyaml here, and in the cluster JobSet 0.10, which xpk 1.16 installs.
   Pathways  (`create-pathways`) takes no restart codes and its manifest has no restart limit; the grace period reaches
             the workers only. The user container gets JAX_PLATFORMS=proxy and JAX_BACKEND_TARGET from xpk.
 

@@ -378,12 +378,14 @@ def check_text(text: str, hint: object, key: str) -> bool:
             continue
         if typing.get_origin(option) is tuple and str not in options and text.startswith(("(", "[")):
             try:
-                ast.literal_eval(text)
+                items = ast.literal_eval(text)
             except (SyntaxError, ValueError):
                 raise ValueError(
                     f"{key}={text} is no list as Python writes it: close every bracket and quote, quote texts, and "
                     "separate items by commas."
                 ) from None
+            if isinstance(items, Mapping):
+                raise ValueError(f"{key}={text} is one item and no list: put a comma behind it, as in ({{...}},).")
         if option is not type(None) and typing.get_origin(option) is not typing.Literal:
             return False  # the parser of flags checks texts and tuples
     raise ValueError(f"{key}={text} must be {_names(options)}.")

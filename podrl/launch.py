@@ -404,10 +404,10 @@ def _run(argv: Sequence[str], joined: list[Pod]) -> int:
         for noisy in ("absl", "gcsfs", "google", "asyncio"):
             logging.getLogger(noisy).setLevel(logging.CRITICAL)
     if _DRY_RUN.value:
-        if processes > 1 or _splits(rest):
-            print(
-                "This dry run shows the devices of one process; the job itself prints the roles of all its processes."
-            )
+        if processes > 1:
+            print(f"This dry run shows one process and its devices; the job prints the roles of all {processes}.")
+        elif _splits(rest):
+            print("This dry run shows one process; the job itself needs --local_processes=2 or more, or several hosts.")
         return job.dry_run(values, workdir)
     command = os.environ.get(_COMMAND) or _command_line(argv)
     pod = joined[0] if joined else None

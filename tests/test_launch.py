@@ -37,6 +37,8 @@ def test_a_list_whose_brackets_or_quotes_are_open_is_refused_as_such(text):
     with pytest.raises(ValueError, match=r"data\.sources=.* is no list as Python writes it: close every bracket"):
         check_text("data.sources", text, "grpo")
     assert not check_text("data.sources", "({'path':'a'},)", "grpo")
+    with pytest.raises(ValueError, match=r"data\.sources=.* is one item and no list: put a comma behind it"):
+        check_text("data.sources", "({'path':'a'})", "grpo")
 
 
 def test_both_spellings_of_the_flag_are_taken_out():
@@ -113,7 +115,10 @@ def test_a_dry_run_of_a_pod_checks_its_hosts_and_starts_none(tmp_path):
     pod = ("--config=grpo_gemma.py", "--dry_run", "--topology=split", "--local_processes=3")
     done = _launch(tmp_path, *pod, "--config.roles.eval.hosts=2")
     assert done.returncode == 0, done.stderr
-    assert "This dry run shows the devices of one process" in done.stdout and "Batch arithmetic" in done.stdout
+    assert (
+        "This dry run shows one process and its devices; the job prints the roles of all 3." in done.stdout
+        and "Batch arithmetic" in done.stdout
+    )
     done = _launch(tmp_path, *pod, "--config.roles.trainer.hosts=0-5")
     assert done.returncode == 1 and "hosts [3, 4, 5] are not in this job" in done.stderr
 

@@ -408,10 +408,13 @@ def print_files(console: rich.console.Console, workdir: pathlib.Path, place: str
     spent = {name: s for name, s in summary["seconds"].items() if name != "step" and s >= 0.05}
     console.print("seconds by stage: " + ", ".join(f"{name} {s:.1f}" for name, s in spent.items()))
     console.print(f"Written to {place}:")
+    samples = f"some prompts, completions, rewards; the lowest: python -m podrl.view {place} --samples=10"
+    if not _has_sampled(workdir / "samples.jsonl"):
+        samples = "some texts trained on, and completions of evaluations"
     for name, what in (
         ("summary.json", "before/after, throughput, time split"),
         ("metrics.jsonl", "one object per step"),
-        ("samples.jsonl", f"some prompts, completions, rewards; the lowest: python -m podrl.view {place} --samples=10"),
+        ("samples.jsonl", samples),
         ("report.html", f"the run as a page; also of a run that goes on: python -m podrl.view {place}"),
         ("tensorboard/", "the same metrics as events"),
         ("mlflow.db", "the same metrics in MLflow's database"),
@@ -419,3 +422,10 @@ def print_files(console: rich.console.Console, workdir: pathlib.Path, place: str
     ):
         if (workdir / name).exists() or name == "checkpoints/":
             console.print(f"  {name:15} {what}")
+
+
+def _has_sampled(path: pathlib.Path) -> bool:
+    if not path.exists():
+        return False
+    with path.open(encoding="utf-8") as lines:
+        return any('"reward":' in line and '"evaluation":' not in line for line in lines)

@@ -187,6 +187,8 @@ def _run(argv: Sequence[str]) -> int:
     from podrl.plan.report import as_mapping, print_report
     from podrl.rundir.console import make_console
 
+    if (path := values["model"]["path"]) and (size := values["model"]["size"]):
+        print(f"model.size={size!r} is not read, because model.path={path!r} names the model.", file=sys.stderr)
     report = make_report(values, log=lambda line: print(line, file=sys.stderr, flush=True))
     if _SEARCH.value:
         report = dataclasses.replace(report, command=command_of(name, rest, report.chosen))

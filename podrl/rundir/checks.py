@@ -222,8 +222,7 @@ def _function_constant(now: LogRecord, past: Past) -> str:
     ),
 )
 def _unpaid(now: LogRecord, past: Past) -> str:
-    names = [name.removeprefix("reward/zero/") for name in now if name.startswith("reward/zero/")]
-    for name in names:
+    for name in _paying(now, past):
         shares = past.recent(now, f"reward/zero/{name}")
         if not shares or average(shares) < UNPAID or (number(now, f"reward/{name}") or 0) < 0:
             continue
@@ -644,6 +643,12 @@ def _since_first(
     return f"{name} is {average(values):.3g}{unit} over {WINDOW} steps, and was {first:.3g} in the first ones"
 
 
+def _paying(now: LogRecord, past: Past) -> list[str]:
+    """Names the reward functions, and the environment unless it is that of tools, which never pays."""
+    names = [name.removeprefix("reward/zero/") for name in now if name.startswith("reward/zero/")]
+    return [name for name in names if name != "environment" or past.setting("env.environment", "") != "tools"]
+
+
 def _still(now: LogRecord, past: Past) -> bool:
     """Returns True if the gradient was 0 in WINDOW steps with samples in the loss that had a signal and a rate."""
     norms, rates = past.recent(now, "actor/grad_norm"), past.recent(now, "actor/lr")
@@ -658,10 +663,8 @@ def _saturated(now: LogRecord, past: Past) -> bool:
 
     Rewards are not saturated where a function pays nothing: then samples have become alike without it.
     """
-    zero = [name for name in now if name.startswith("reward/zero/")]
-    if any(
-        (number(now, name) or 0) >= UNPAID for name in zero if (number(now, name.replace("/zero", "", 1)) or 0) >= 0
-    ):
+    paying = [name for name in _paying(now, past) if (number(now, f"reward/{name}") or 0) >= 0]
+    if any((number(now, f"reward/zero/{name}") or 0) >= UNPAID for name in paying):
         return False
     stds, start, mean = past.recent(now, "reward/std"), past.at_first("reward/std"), past.at_first("reward/mean")
     if not stds or not start or mean is None:

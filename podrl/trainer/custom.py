@@ -142,7 +142,8 @@ def loss(value: object, arguments: Mapping[str, object], key: str) -> Callable[.
     try:
         result = jax.eval_shape(lambda arrays, context: call(*arrays, **context), [block] * 3, context)
     except Exception as error:  # noqa: BLE001 - a user's function may raise anything
-        if isinstance(error, jax.errors.ConcretizationTypeError | jax.errors.TracerArrayConversionError):
+        traced = isinstance(error, jax.errors.ConcretizationTypeError | jax.errors.TracerArrayConversionError)
+        if traced or _BRANCH in str(error):
             what = "jax compiles it, so its arrays have no values yet: say jnp.where for `if`, jax.numpy for numpy"
             error = TypeError(what).with_traceback(error.__traceback__)
         raise ValueError(f"{key}: {_name(call)} fails on arrays of shape (2, 3): {_where(error, call)}") from None
@@ -155,6 +156,7 @@ def loss(value: object, arguments: Mapping[str, object], key: str) -> Callable[.
     return call
 
 
+_BRANCH = "truth value of an array"  # in numpy's and jax's words about `if` on an array
 # Tokens on which a user's loss is tried: log-probabilities now and under the old policy, and advantages.
 _LOGPROB_BT = np.array([[-0.5, -1.25, -0.125], [-2.0, -0.75, -0.25]], np.float32)
 _OLD_BT = _LOGPROB_BT + np.array([[0.0, 0.75, -0.125], [0.25, 0.0, -0.5]], np.float32)
@@ -162,7 +164,7 @@ _ADVANTAGE_BT = np.array([[1.0, 1.0, 1.0], [-1.0, -1.0, 0.0]], np.float32)
 
 
 def _try_numbers(call: Callable[..., Any], key: str) -> None:
-    """Refuses a token loss that gives NaN or infinity, or that moves no token, on two small batches.
+    """Refuses a token loss that gives NaN or infinity, or moves no token or all the wrong way, on two small batches.
 
     In the first, as in an update by fresh samples, both policies are equal.
     """
@@ -173,7 +175,7 @@ def _try_numbers(call: Callable[..., Any], key: str) -> None:
         loss_BT = call(logprob_BT, old_BT, jnp.asarray(_ADVANTAGE_BT), **context)
         return loss_BT.sum(), loss_BT
 
-    moved, compute = False, jax.jit(jax.value_and_grad(total, has_aux=True))
+    moved, along, compute = False, True, jax.jit(jax.value_and_grad(total, has_aux=True))
     for old_BT in (_LOGPROB_BT, _OLD_BT):
         (_, loss_BT), gradient_BT = compute(_LOGPROB_BT, old_BT)
         for what, array in (("loss", np.asarray(loss_BT)), ("gradient", np.asarray(gradient_BT))):
@@ -184,6 +186,12 @@ def _try_numbers(call: Callable[..., Any], key: str) -> None:
                     "its inputs are."
                 )
         moved |= bool(np.any(gradient_BT))
+        along &= bool(np.all((gradient_BT * _ADVANTAGE_BT)[_ADVANTAGE_BT != 0] > 0))
+    if along:
+        raise ValueError(
+            f"{key}: a step down the gradient of {_name(call)} makes every token with a positive advantage less "
+            "likely, and every other one more likely: turn its sign round."
+        )
     if not moved:
         raise ValueError(
             f"{key}: the gradient of {_name(call)} with respect to logprob_BT is 0 at all {2 * mask_BT.size} tokens "
@@ -212,6 +220,10 @@ def advantage(value: object, arguments: Mapping[str, object], key: str) -> Calla
         with np.errstate(all="ignore"):
             result = np.asarray(call(np.array([[0.0, 1.0], [2.0, 2.0]]), length_PG=np.array([[1, 2], [3, 1]])))
     except Exception as error:  # noqa: BLE001 - a user's function may raise anything
+        if _BRANCH in str(error):
+            error = TypeError("an array has no single truth value: say np.where for `if`").with_traceback(
+                error.__traceback__
+            )
         raise ValueError(f"{key}: {_name(call)} fails on rewards of shape (2, 2): {_where(error, call)}") from None
     if result.shape != (2, 2):
         raise ValueError(

@@ -15,11 +15,14 @@ def listing(run: RunFiles, count: int) -> str:
     Among samples with equal rewards the newest come first.
 
     Raises:
-      ValueError: the run recorded no samples.
+      ValueError: the run recorded no samples with rewards.
     """
     rows = run.found({"sort": "reward"})
     if not rows:
-        raise ValueError(f"{run.place} recorded no samples: log.trace and log.samples_every say which it keeps.")
+        raise ValueError(
+            f"{run.place} recorded no samples with rewards: log.trace and log.samples_every say which it "
+            "keeps, and training on given answers has none."
+        )
     steps = sorted({row["step"] for row in rows})
     at = f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps, {steps[0]} to {steps[-1]}"
     lines = [f"{run.name}: {plural(len(rows), 'sample')} of {at}."]

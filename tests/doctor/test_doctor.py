@@ -225,6 +225,15 @@ def test_findings_name_the_settings_of_the_table_of_algorithms():
     assert len(settings) > 8 and len(presets) > 6 and not missing, missing
 
 
+def test_the_environment_of_tools_is_not_expected_to_pay(tmp_path):
+    run = recorded.run("tools")
+    put(run, "reward/zero/environment", 1.0, 1)
+    put(run, "reward/environment", 0.0, 1)
+    assert not [f for f in doctor.examine(recorded.write(run, tmp_path / "tools")) if "pays nothing" in f.name]
+    run["config"]["env"]["environment"] = "mine.py:Game"
+    assert [f for f in doctor.examine(recorded.write(run, tmp_path / "game")) if "pays nothing" in f.name]
+
+
 def test_equal_rewards_are_not_called_saturated_where_a_function_pays_nothing(tmp_path):
     run = recorded.run("grpo")
     put(run, "reward/std", 0.0, 12)

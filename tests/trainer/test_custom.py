@@ -87,6 +87,10 @@ def upside_down(logprob_BT, old_logprob_BT, advantage_BT):
     return token_ratio(logprob_BT, old_logprob_BT) * advantage_BT
 
 
+def never_praises(logprob_BT, old_logprob_BT, advantage_BT):
+    return token_ratio(logprob_BT, old_logprob_BT) * abs(advantage_BT)
+
+
 def whatever_happens(logprob_BT, old_logprob_BT, advantage_BT):
     return -logprob_BT * (1 + advantage_BT)
 
@@ -99,7 +103,7 @@ def by_the_batch(logprob_BT, old_logprob_BT, advantage_BT):
     ("loss", "said"),
     [
         (exponential, "not finite where policies differ by"),
-        (upside_down, "against their advantage"),
+        (never_praises, "against their advantage"),
         (whatever_happens, "have a gradient though all advantages are 0"),
         (by_the_batch, "differs by how the batch is split"),
     ],
@@ -141,6 +145,10 @@ def fails(logprob_BT, old_logprob_BT, advantage_BT):
     return logprob_BT + unknown_name  # noqa: F821  # pyright: ignore[reportUndefinedVariable]
 
 
+def by_bare_branch(logprob_BT, old_logprob_BT, advantage_BT):
+    return -logprob_BT * advantage_BT if advantage_BT > 0 else logprob_BT
+
+
 def by_branch(logprob_BT, old_logprob_BT, advantage_BT):
     return -logprob_BT * advantage_BT if (advantage_BT > 0).all() else logprob_BT
 
@@ -164,6 +172,9 @@ def of_the_old(logprob_BT, old_logprob_BT, advantage_BT):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        ({"policy_loss_fn": upside_down}, r"upside_down makes every token with a positive .* sign"),
+        ({"policy_loss_fn": by_bare_branch}, r"by_bare_branch fails .*: jax compiles it, .*jnp\.where for `if`"),
+        ({"advantage_estimator": lambda r: r if r > 0 else -r}, r"no single truth value: say np\.where for `if`"),
         ({"policy_loss_fn": by_branch}, r"by_branch fails .*: jax compiles it, .* say jnp\.where for `if`.*line \d+"),
         ({"policy_loss_fn": of_numpy}, r"of_numpy fails .*: jax compiles it, .* jax\.numpy for numpy"),
         ({"policy_loss_fn": of_the_logarithm}, r"the loss of of_the_logarithm is nan .* and advantage=-1: it must be"),
