@@ -219,11 +219,17 @@ REWARDS = {
     "a number": reward(["reward.fns", "3"], "", "--config.reward.fns=(3,)"),
     "markup": reward(["[bold]x[/b]"], "", "--config.reward.fns=('[bold]x[/b]',)"),
     "of one argument": reward(
-        ["Reward function score is defined with (completion, ...)", "define it as score(prompts, completions"],
+        [
+            "reward.fns: reward function score is defined with (completion, ...)",
+            "define it as score(prompts, completions",
+        ],
         "def score(completion):\n    return 1.0\n",
     ),
     "the first argument is a field": reward(
-        ["Reward function score is defined with (question, answer, ...)", "'question' is a field of the records"],
+        [
+            "reward.fns: reward function score is defined with (question, answer, ...)",
+            "'question' is a field of the records",
+        ],
         "def score(question, answer):\n    return [1.0] * len(question)\n",
     ),
     "file nowhere": reward(["nowhere.py", "does not exist"], "", "--config.reward.fns=('nowhere.py:f',)"),
