@@ -41,7 +41,12 @@ EXPECTED = {
     "nan": ["nan", "not a finite number", " of 16 (prompt "],
     "length": ["values for", " completions", " of 16 (prompt "],
     "exits": ["exit code 3", " of 16 (prompt "],
-    "away": ["a service that has been away for", "nobody listens", "the same command resumes the run", "reward.deadline_s=2 "],
+    "away": [
+        "a service that has been away for",
+        "nobody listens",
+        "same command resumes the run",
+        "reward.deadline_s=2 ",
+    ],
     "hangs": ["did not answer in time", "nor for an empty completion", " of 16 (prompt ", "reward.deadline_s=2."],
 }
 
