@@ -49,6 +49,7 @@ NAME_LIMIT = 40
 # Names of xpk's pods, and the port of podrl's channel there: podrl/runtime/detect.py.
 _TRAINER_0 = "{0}-slice-job-0-0.{0}:8483"
 PATHWAYS_NAME_LIMIT = 22
+_WRITES_S = 300  # longest wait for xpk to write a manifest
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -257,7 +258,14 @@ def write_manifest(args: argparse.Namespace, words: Sequence[str]) -> int:
         sys.stderr.write(f"launch.xpk: xpk, which writes {args.manifest}, is not on PATH: {MISSING['xpk']}\n")
         return 1
     # With these flags xpk needs no cluster, no gcloud and no docker.
-    done = subprocess.run([*words, "--dry-run", "--skip-validation"], capture_output=True, text=True, check=False)
+    alone = [*words, "--dry-run", "--skip-validation"]
+    try:
+        done = subprocess.run(alone, capture_output=True, text=True, timeout=_WRITES_S, check=False)
+    except subprocess.TimeoutExpired:
+        sys.stderr.write(
+            f"launch.xpk: xpk has not written {args.manifest} within {_WRITES_S} s. Run: {command.show(alone)}\n"
+        )
+        return 1
     if done.returncode:
         sys.stderr.write(f"launch.xpk: xpk has not written {args.manifest}:\n{(done.stdout + done.stderr)[-2000:]}\n")
         return 1

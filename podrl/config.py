@@ -89,17 +89,21 @@ class Elsewhere:
         self._way, self._name = way, ""
 
     def __set_name__(self, owner: type, name: str) -> None:
-        self._name = f"{owner.__name__}.{name}"
+        self._name = name
 
-    def __get__(self, instance: object, owner: type | None = None) -> object:
-        raise AttributeError(f"{self._name} does not exist in podrl: {self._way}")
+    def __get__(self, instance: object, owner: type) -> object:
+        raise AttributeError(f"{owner.__name__}.{self._name} does not exist in podrl: {self._way}")
 
 
-# For methods of other libraries that save a model.
-EXPORTED = (
-    "RLTrainingConfig(checkpoint_root_directory=RUN) saves the run, and `python -m podrl.export --workdir=RUN "
-    "--out=DIR` writes a directory for transformers (--push=ORG/NAME for the hub)."
-)
+class SavedByRun:
+    """Base of classes without methods that save a model, as those of transformers and TRL have: a run saves it."""
+
+    _way = (
+        "RLTrainingConfig(checkpoint_root_directory=RUN) saves the run, and `python -m podrl.export --workdir=RUN "
+        "--out=DIR` writes a directory for transformers (--push=ORG/NAME for the hub)."
+    )
+    save_pretrained, save_model = Elsewhere(_way), Elsewhere(_way)
+    save_checkpoint, push_to_hub = Elsewhere(_way), Elsewhere(_way)
 
 
 def as_settings(cls: type[T], value: object, name: str) -> T:

@@ -10,6 +10,7 @@ import sys
 import jax
 import numpy as np
 import pytest
+from waits import PATIENCE_S
 
 import podrl
 from podrl.algorithms.kl import canonical_mode
@@ -61,7 +62,7 @@ def test_files_that_say_that_they_need_only_the_standard_library_do():
     assert {"podrl.agent", "podrl.mappings", "podrl.runtime.detect", "podrl.rewards.worker"} <= set(modules)
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import {', '.join(modules)}"
     alone = [sys.executable, "-I", "-S", "-c", code]  # -S leaves out the installed packages
-    done = subprocess.run(alone, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(alone, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0, done.stderr
 
 

@@ -19,7 +19,7 @@ from podrl.cluster.reward_model import RewardModel
 from podrl.cluster.teacher import Teacher
 from podrl.cluster.weights import WeightSync
 from podrl.cluster.worker import rollout_worker
-from podrl.config import EXPORTED, Elsewhere, as_settings, known_arguments, refused_arguments
+from podrl.config import Elsewhere, SavedByRun, as_settings, known_arguments, refused_arguments
 from podrl.data.conversation import prompts_of
 from podrl.data.tokenizer import Tokenizer
 from podrl.engine.config import RolloutConfig, Sampling
@@ -46,7 +46,7 @@ _UPDATED |= {"skip_jit": "the update is always compiled; set JAX_DISABLE_JIT=1 t
 _STEPPED = {"step": "values go into the record of the step that is written next."}
 
 
-class RLCluster:
+class RLCluster(SavedByRun):
     """The models of one job on the devices of this process: actor, reference, rollout, critic and others.
 
     Attributes:
@@ -67,11 +67,7 @@ class RLCluster:
     critic: Critic | None = None
     env_client: EnvironmentClient | None = None
 
-    # Attributes of the classes of Tunix and TRL that podrl does not have, and their replacements.
-    save_pretrained = Elsewhere(EXPORTED)
-    save_model = Elsewhere(EXPORTED)
-    save_checkpoint = Elsewhere(EXPORTED)
-    push_to_hub = Elsewhere(EXPORTED)
+    # Attributes of Tunix's cluster that podrl does not have, and their replacements.
     actor_trainer = Elsewhere("an update is update_actor(batch); weights and optimizer are `state`, the model `actor`.")
     critic_trainer = Elsewhere("an update is update_critic(batch); make_critic() returns the critic.")
     inference_worker = Elsewhere("log-probabilities are get_ref_per_token_logps and get_actor_per_token_logps.")

@@ -409,7 +409,7 @@ def print_files(console: rich.console.Console, workdir: pathlib.Path, place: str
     console.print("seconds by stage: " + ", ".join(f"{name} {s:.1f}" for name, s in spent.items()))
     console.print(f"Written to {place}:")
     samples = f"some prompts, completions, rewards; the lowest: python -m podrl.view {place} --samples=10"
-    if not _has_sampled(workdir / "samples.jsonl"):
+    if not _has_scored_samples(workdir / "samples.jsonl"):
         samples = "some texts trained on, and completions of evaluations"
     for name, what in (
         ("summary.json", "before/after, throughput, time split"),
@@ -424,7 +424,8 @@ def print_files(console: rich.console.Console, workdir: pathlib.Path, place: str
             console.print(f"  {name:15} {what}")
 
 
-def _has_sampled(path: pathlib.Path) -> bool:
+def _has_scored_samples(path: pathlib.Path) -> bool:
+    """Returns True if a samples.jsonl has samples of training with their rewards."""
     if not path.exists():
         return False
     with path.open(encoding="utf-8") as lines:

@@ -137,7 +137,9 @@ def _named(key: str, value: str) -> Iterator[None]:
 
 
 def check_rewards(job: Job, rewards: Rewards, tokenizer: Tokenizer) -> None:
-    """Refuses records that the job's reward functions or its chat template cannot use, and a curriculum without reward.
+    """Refuses records that the job's reward functions or its chat template cannot use.
+
+    Also refuses a curriculum that chooses by a reward function that the job does not have.
 
     Args:
       job: a job that samples.

@@ -90,7 +90,7 @@ _AS_SOURCE = ("path", "split", "template", "system_prompt", "question_field", "a
 _AS_SOURCE += ("arguments",)
 
 
-# Keeps the mean of every record by metric, given the step of an evaluation.
+# A function that keeps the results of an evaluation: (its step, the mean of each record by metric).
 Keep = Callable[[int, Mapping[str, list[float | None]]], None]
 Scored = tuple[dict[str, np.ndarray], list[LogRecord]]  # the result of `Evaluator.scores`
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from podrl.cluster.rl_cluster import RLCluster
-from podrl.config import EXPORTED, Elsewhere, as_settings, known_arguments, plural, refused_arguments
+from podrl.config import Elsewhere, SavedByRun, as_settings, known_arguments, plural, refused_arguments
 from podrl.data.pipeline import PromptStream
 from podrl.data.shape import from_batches
 from podrl.learner import loop, recorder
@@ -186,13 +186,9 @@ def learn_answers(
         return fit(cluster, stream, run, schedule, Workload(None, evaluator), trained=trained, offline=True, pod=pod)
 
 
-class SampleLearner:
+class SampleLearner(SavedByRun):
     """Base class of GRPOLearner and PPOLearner: trains on samples that reward functions score."""
 
-    save_pretrained = Elsewhere(EXPORTED)
-    save_model = Elsewhere(EXPORTED)
-    save_checkpoint = Elsewhere(EXPORTED)
-    push_to_hub = Elsewhere(EXPORTED)
     evaluate = Elsewhere("train(records, eval_records) evaluates before, every eval_every_n_steps, and after.")
     can_enable_async_rollout = Elsewhere("batches are sampled ahead by max_staleness of the algorithm's settings.")
     should_sync_weights = Elsewhere("weights move after every step, unless trainer and rollout share them.")

@@ -134,7 +134,7 @@ def loss(value: object, arguments: Mapping[str, object], key: str) -> Callable[.
 
     Raises:
       ValueError: there is no such function, or it fails on arrays, or returns no float for every token, or NaN or
-        infinity, or its gradient is not finite or 0 everywhere.
+        infinity, or its gradient is not finite, 0 everywhere, or of the wrong sign everywhere.
     """
     call = bound(value, arguments, key, CONTEXT)
     block = jax.ShapeDtypeStruct((2, 3), jnp.float32)
@@ -164,9 +164,9 @@ _ADVANTAGE_BT = np.array([[1.0, 1.0, 1.0], [-1.0, -1.0, 0.0]], np.float32)
 
 
 def _try_numbers(call: Callable[..., Any], key: str) -> None:
-    """Refuses a token loss that gives NaN or infinity, or moves no token or all the wrong way, on two small batches.
+    """Refuses a token loss that gives NaN or infinity, and one whose step moves no token, or every token the wrong way.
 
-    In the first, as in an update by fresh samples, both policies are equal.
+    It is tried on two small batches. In the first, both policies are equal, as in an update by fresh samples.
     """
     mask_BT, segment_BT = jnp.ones((2, 3), jnp.float32), jnp.zeros((2, 3), jnp.int32)
     context = dict(zip(CONTEXT, (mask_BT, 3 * mask_BT, segment_BT), strict=True))
@@ -190,7 +190,7 @@ def _try_numbers(call: Callable[..., Any], key: str) -> None:
     if along:
         raise ValueError(
             f"{key}: a step down the gradient of {_name(call)} makes every token with a positive advantage less "
-            "likely, and every other one more likely: turn its sign round."
+            "likely, and every token with a negative one more likely: turn its sign round."
         )
     if not moved:
         raise ValueError(

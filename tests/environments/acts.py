@@ -295,7 +295,7 @@ async_tools = podrl.ToolEnvironment([calculator], inner=Guess(), max_tool_calls=
 
 
 class Systemic:
-    """Says something in a role that no turn has."""
+    """Asks for a turn in the role system, which does not exist."""
 
     async def run(self, task, model):
         await model.say("x", role="system")

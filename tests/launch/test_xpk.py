@@ -200,6 +200,16 @@ def check_restarts(document: dict) -> None:
     }
 
 
+def test_an_xpk_that_never_ends_is_given_up_with_its_command(tmp_path, monkeypatch, capfd):
+    (tmp_path / "xpk").write_text("#!/bin/sh\nexec sleep 600\n")
+    (tmp_path / "xpk").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(xpk, "_WRITES_S", 0.1)
+    assert xpk.main([*FLAGS, *IMAGE, "--manifest=m.yaml", "--dry_run"]) == 1
+    said = capfd.readouterr().err
+    assert "xpk has not written m.yaml within 0.1 s. Run: " in said and "--skip-validation" in said
+
+
 @pytest.mark.nightly("launch", ".ci/xpk.txt")
 @pytest.mark.slow
 def test_a_dry_run_writes_the_manifest_that_is_submitted(tmp_path, monkeypatch, capfd):

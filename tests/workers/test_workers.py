@@ -9,6 +9,7 @@ import subprocess
 import threading
 
 import pytest
+from waits import PATIENCE_S
 
 from podrl.data import mapper
 from podrl.workers import frames, user_objects
@@ -313,9 +314,9 @@ def test_every_caller_is_told_when_its_work_ends_as_the_loop_stops(turns, monkey
 
     caller = threading.Thread(target=call, daemon=True)
     caller.start()
-    started.wait()
+    assert started.wait(PATIENCE_S)
     loop.end(leave)
-    caller.join(20)
+    caller.join(PATIENCE_S)
     assert told
 
 
