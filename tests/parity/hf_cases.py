@@ -295,7 +295,10 @@ def make_model(config_class: str, changes: dict, *, seed: int = 0) -> "transform
     fields = SMALL | changes | {"eos_token_id": None, "pad_token_id": None, "bos_token_id": None}
     config = getattr(transformers, config_class)(**fields)
     config._experts_implementation = "eager"
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    # A norm's weight is the value that the model's class gave it, plus noise; a class may draw it.
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, value in model.named_parameters():
@@ -304,6 +307,10 @@ def make_model(config_class: str, changes: dict, *, seed: int = 0) -> "transform
                 value.copy_(noise * (0.5 if "embed" in name else 1.0) / value.shape[-1] ** 0.5)
             elif name.endswith("bias"):
                 value.copy_(noise * 0.3)
+            elif name.endswith("A_log"):
+                # The class draws decays that leave next to nothing of the state, and the norm behind then multiplies
+                # rounding: up to 1e-3 of a logit, in transformers as well.
+                value.copy_(noise * 0.2 - 1)
             else:
                 value.add_(noise * 0.2)
         for name, value in model.named_buffers():
