@@ -14,12 +14,12 @@ from jax import Array
 from jax.sharding import Mesh
 
 from podrl.algorithms.distill import Distillation, IdRows, TaughtRows, TopKRows
-from podrl.algorithms.policy_loss import starting_from
 from podrl.cluster.rl_cluster import RLCluster
 from podrl.cluster.teacher import Teacher
 from podrl.data.hint import TEACHER_PROMPT
 from podrl.learner.grpo import GRPO
 from podrl.learner.hinted_batch import HintedBatch
+from podrl.learner.mini_batches import Update, here
 from podrl.learner.scoring import IdScores, ReferencedScores, Scores, SpanScores, policy_scores
 from podrl.learner.settings import GRPOConfig
 from podrl.learner.translated_batch import TranslatedBatch
@@ -72,7 +72,7 @@ class DistilledGRPO(GRPO):
         self._rate, self._hint_tokens = config.teacher_rate, config.teacher_hint_tokens
         if self._teacher.teacher == "ema":
             cluster.actor.keep_average()
-        super().__init__(cluster, config, samples=samples, log=log, pieces=pieces)
+        super().__init__(cluster, config, samples=samples, log=log, pieces=pieces, teacher=self._teacher)
         if self._teacher.teacher != "reference":
             self._shape_on(cluster.actor_mesh)  # contradicting settings fail here, not in the first step
 
@@ -85,17 +85,11 @@ class DistilledGRPO(GRPO):
         more, config = self._hint_tokens, self.cluster.config
         if not self.cluster.teachers:
             check_positions(self.cluster.model, config.rollout().max_prompt_length + more, config.longest + more)
-        return self.pack_shape(mesh, more=more)
+        return self.mini_batches.shape_on(mesh, more=more)
 
     def _reference_use(self) -> tuple[bool, bool]:
         kept = self._teacher.teacher in ("reference", "initial") and not self.cluster.teachers
         return self._reward_kl.active or not self._exact, kept
-
-    def _prepare(self) -> None:
-        def weigh(logprob_BT: Array, rows: Any) -> tuple[Array, Array]:
-            return self._loss.token_weights(logprob_BT, starting_from(self.old, logprob_BT, rows.alone))
-
-        self.cluster.actor.prepare(self._token_loss(), weigh, self._teacher)
 
     def score(self, step: int, experience: Experience) -> Scores:
         """Scores the policy and its teachers, each of which reads the samples in its own way."""
@@ -120,8 +114,8 @@ class DistilledGRPO(GRPO):
             return found_nT
 
         old = "sampler" if self.old == "sampler" else "trainer"
-        mini_batches = self.mini_batches(step, 0, len(rollouts.length_B))
-        scores = policy_scores(self.cluster, rollouts, self.shape, mini_batches, old=old, reference=read)
+        updates, shape = self.mini_batches.split(step, 0, len(rollouts.length_B)), self.mini_batches.shape
+        scores = policy_scores(self.cluster, rollouts, shape, updates, old=old, reference=read)
         if not self.cluster.teachers:
             return scores
         span_BT = np.full(rollouts.tokens_BT.shape, -1, np.int64)
@@ -145,7 +139,7 @@ class DistilledGRPO(GRPO):
         if TEACHER_PROMPT not in rollouts.prompts.fields:
             if of == "reference":
                 return []
-            if np.any(self._of_samples("teacher_coef", experience)):  # a mixture's step may have no sample to teach
+            if np.any(self._sources.of("teacher_coef", experience)):  # a mixture's step may have no sample to teach
                 raise ValueError(
                     f"grpo.teacher={of!r} teaches by prompts with a hint, and no prompt of step {step} has one: give "
                     "data.hint, or set grpo.teacher='reference'."
@@ -198,8 +192,8 @@ class DistilledGRPO(GRPO):
         def keep(value_XK: np.ndarray, number_ABT: np.ndarray, found_ABTK: Array) -> None:
             value_XK[number_ABT[number_ABT > 0]] = fetch(found_ABTK, actor.mesh)[number_ABT > 0]
 
-        for chosen in self.mini_batches(step, 0, len(rollouts.length_B)):
-            own = packing.place_samples(rollouts, chosen, self.shape)
+        for chosen in self.mini_batches.split(step, 0, len(rollouts.length_B)):
+            own = packing.place_samples(rollouts, chosen, self.mini_batches.shape)
             batch = actor.put(own.batch(own.replayed(rollouts, chosen)))
             keep(id_XK, own.scatter(number_BT[chosen]), actor.likely_ids(batch))
             theirs = packing.place_samples(read, chosen, longer)
@@ -223,9 +217,9 @@ class DistilledGRPO(GRPO):
         every_B = np.ones(len(experience.rollouts.length_B), bool)
         where = [(teacher.mesh, of_B) for teacher, of_B in self._taught_by(experience)] if teachers else []
         rows = [
-            self.rows_of_update(read, chosen[of_B[chosen]], self._shape_on(mesh), mesh)
+            here(read, chosen[of_B[chosen]], self._shape_on(mesh), mesh)
             for mesh, of_B in where or [(self.cluster.actor_mesh, every_B)]
-            for chosen in self.mini_batches(step, 0, len(every_B))
+            for chosen in self.mini_batches.split(step, 0, len(every_B))
             if of_B[chosen].any()
         ]
         return np.unique(np.concatenate([own, *rows]))
@@ -242,8 +236,9 @@ class DistilledGRPO(GRPO):
         mask_BT, teacher = experience.rollouts.mask_BT, self._of(experience)
         by_reward_BT = np.zeros_like(mask_BT)
         if np.any(teacher.reward_coef):
-            by_reward_BT = self._by_rewards(experience, rewards)
-        own_BT, of_sources = teacher.rewards(by_reward_BT, mask_BT), self._source_metrics(experience)
+            by_reward_BT = self._sources.advantages(experience, rewards)
+        own_BT = teacher.rewards(by_reward_BT, mask_BT)
+        of_sources = self._sources.metrics(experience, self._teachable(experience))
         if self._exact:
             return own_BT, {**of_sources, **self._hint_metrics(experience)}
         taught_BT = mask_BT * (np.asarray(teacher.coef) > 0)
@@ -252,47 +247,31 @@ class DistilledGRPO(GRPO):
 
     def _of(self, experience: Experience) -> Distillation:
         """Returns the teacher's settings with the weights of each sample, which depend on its source."""
-        coef, reward_coef = (self._of_samples(name, experience) for name in ("teacher_coef", "reward_coef"))
+        coef, reward_coef = (self._sources.of(name, experience) for name in ("teacher_coef", "reward_coef"))
         return dataclasses.replace(self._teacher, coef=coef, reward_coef=reward_coef)
 
-    def _of_update(
-        self,
-        advantage_BT: np.ndarray,
-        experience: Experience,
-        scores: Scores,
-        loss_mask_BT: np.ndarray,
-        chosen: np.ndarray,
-    ) -> tuple[np.ndarray, Any]:
+    def _of_update(self, advantage_BT: np.ndarray, update: Update) -> tuple[np.ndarray, Any]:
         """Selects an update's advantages; the teacher's part is a mean over tokens for every `loss_agg_mode`."""
-        own_BT, weight = super()._of_update(advantage_BT, experience, scores, loss_mask_BT, chosen)
+        own_BT, weight = super()._of_update(advantage_BT, update)
         if self._exact:
             return own_BT, weight
-        (policy_BT, their_BT), mask_BT = _compared(scores), loss_mask_BT[chosen]
-        coef = self._of_samples("teacher_coef", experience, chosen)
+        (policy_BT, their_BT), chosen, mask_BT = _compared(update.scores), update.chosen, update.mask_BT
+        coef = self._sources.of("teacher_coef", update.experience, chosen)
         taught_BT = mask_BT * (np.asarray(coef) > 0)
-        teacher = dataclasses.replace(self._teacher, coef=coef)
-        theirs_BT, _ = teacher.advantages(policy_BT[chosen], their_BT[chosen], taught_BT, _spans(scores, chosen))
+        teacher, spans = dataclasses.replace(self._teacher, coef=coef), _spans(update.scores, chosen)
+        theirs_BT, _ = teacher.advantages(policy_BT[chosen], their_BT[chosen], taught_BT, spans)
         share_B1 = self._loss.as_token_mean(mask_BT, taught_BT)
-        _, factor = self._weight_of_rewards(experience, loss_mask_BT, chosen)
+        _, factor = self._sources.of_rewards(update, self._loss)
         return own_BT + (share_B1 - factor) * theirs_BT, np.where(np.asarray(weight) > 0, weight, share_B1 * coef)
 
-    def _placed(
-        self,
-        placement: packing.Placement,
-        rows: Any,
-        experience: Experience,
-        scores: Scores,
-        loss_mask_BT: np.ndarray,
-        chosen: np.ndarray,
-    ) -> Batch[Any]:
+    def _placed(self, rows: Any, update: Update) -> Batch[Any]:
         """Puts rows on the mesh; with an exact divergence, also its weights and, for 'top_k', the teacher's numbers."""
-        if self._exact:
-            rows = self._taught(placement, rows, experience, loss_mask_BT, chosen)
-        batch = super()._placed(placement, rows, experience, scores, loss_mask_BT, chosen)
+        batch = super()._placed(self._taught(rows, update) if self._exact else rows, update)
         if self._teacher.kl != "top_k":
             return batch
+        scores, placement = update.scores, update.placement
         if isinstance(scores, IdScores):
-            number_ABT = placement.scatter(scores.number_BT[chosen])
+            number_ABT = placement.scatter(scores.number_BT[update.chosen])
             columns: Any = scores.id_XK[number_ABT], scores.teacher_logprob_XK[number_ABT]
             columns = self.cluster.actor.put(placement.batch(columns)).rows
         else:
@@ -300,18 +279,12 @@ class DistilledGRPO(GRPO):
         rows = TopKRows(**vars(batch.rows), id_BTK=columns[0], teacher_logprob_BTK=columns[1])
         return Batch(rows, batch.micro_batches)
 
-    def _taught(
-        self,
-        placement: packing.Placement,
-        rows: Any,
-        experience: Experience,
-        loss_mask_BT: np.ndarray,
-        chosen: np.ndarray,
-    ) -> TaughtRows:
+    def _taught(self, rows: Any, update: Update) -> TaughtRows:
         """Adds the weight of each token's divergence to rows: `teacher_coef` of its source, as a mean over tokens."""
-        weight_BT = (self._of_samples("teacher_coef", experience) * self._teachable(experience))[chosen]
-        scale = self._loss.divisor(loss_mask_BT[chosen]) / max(float((weight_BT > 0).sum()), 1.0)
-        return TaughtRows(rows, placement.scatter(weight_BT), scale)
+        coef, teachable_BT = self._sources.of("teacher_coef", update.experience), self._teachable(update.experience)
+        weight_BT = (coef * teachable_BT)[update.chosen]
+        scale = self._loss.divisor(update.mask_BT) / max(float((weight_BT > 0).sum()), 1.0)
+        return TaughtRows(rows, update.placement.scatter(weight_BT), scale)
 
     def _teachable(self, experience: Experience) -> np.ndarray:
         """Leaves out samples without a hint where the policy teaches itself by an exact divergence.
@@ -330,7 +303,7 @@ class DistilledGRPO(GRPO):
         itself."""
         if self._teacher.teacher == "reference":
             return {}
-        has_weight = np.asarray(self._of_samples("teacher_coef", experience)) > 0
+        has_weight = np.asarray(self._sources.of("teacher_coef", experience)) > 0
         wanted = float((has_weight * (self._config.counted(experience) > 0)).sum())
         return {"opd/compared": float((has_weight * (self._teachable(experience) > 0)).sum()) / max(wanted, 1.0)}
 

@@ -57,8 +57,8 @@ class PPO:
         loss = config.policy_loss(cluster.config.rollout().max_tokens_to_generate).settings
         clip, scale = config.clip_range_value, loss.loss_agg_scale or 1.0
         critic.prepare(functools.partial(value_loss, clip_range=clip, mode=loss.mode, scale=scale))
-        self._critic_shape = self.policy.pack_shape(critic.mesh)
-        self.policy.layouts.append((self._critic_shape, critic.mesh))
+        self._critic_shape = self.policy.mini_batches.shape_on(critic.mesh)
+        self.policy.mini_batches.layouts.append((self._critic_shape, critic.mesh))
         self.state, self.restore = self.policy.state, self.policy.restore
 
     # The methods that the loop calls.
@@ -67,7 +67,7 @@ class PPO:
         """Scores log-probabilities as GRPO does, and the critic's value before every token."""
         scores, rollouts = self.policy.score(step, experience), experience.rollouts
         value_BT = np.zeros(rollouts.tokens_BT.shape, np.float32)
-        for chosen in self.policy.mini_batches(step, 0, len(rollouts.length_B)):
+        for chosen in self.policy.mini_batches.split(step, 0, len(rollouts.length_B)):
             placement = packing.place_samples(rollouts, chosen, self._critic_shape)
             batch = placement.batch(placement.layout(rollouts.tokens_BT[chosen]))
             value_BT[chosen] = placement.unpack(self._critic.values(batch), len(value_BT[0]))
@@ -147,7 +147,7 @@ class PPO:
         rollouts = experience.rollouts
         loss_mask_BT = self._config.loss_mask(experience)
         batches = []
-        for chosen in self.policy.mini_batches(step, iteration, len(rollouts.length_B)):
+        for chosen in self.policy.mini_batches.split(step, iteration, len(rollouts.length_B)):
             placement = packing.place_samples(rollouts, chosen, self._critic_shape)
             mask_BT, length_BT = placement.loss_tokens(loss_mask_BT[chosen])
             rows = CriticRows(

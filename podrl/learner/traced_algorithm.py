@@ -11,6 +11,7 @@ import numpy as np
 
 from podrl.data.pools import Curriculum
 from podrl.learner.left_out import counted, left_out
+from podrl.learner.mini_batches import here
 from podrl.learner.settings import GRPOConfig, PPOConfig
 from podrl.mappings import Metrics
 from podrl.rundir import trace
@@ -56,7 +57,7 @@ class TracedAlgorithm:
         if traced is None or not traced.wants(step + 1):
             return needed
         chosen = self._scored(experience, traced.share)
-        return np.union1d(needed, self._policy.rows_of_update(experience, chosen, *self._policy.layouts[0]))
+        return np.union1d(needed, here(experience, chosen, *self._policy.mini_batches.layouts[0]))
 
     def score(self, step: int, experience: Experience) -> Any:
         if self._curriculum is not None:
@@ -101,7 +102,7 @@ class TracedAlgorithm:
         """
         group_size = self._config.num_generations
         groups = max(1, int(share * len(experience.rollouts.length_B)) // group_size)
-        most = self._policy.mini_batch_size // group_size
+        most = self._policy.mini_batches.size // group_size
         return np.flatnonzero(experience.rollouts.group_B < min(groups, most))
 
     def _token_scores(self, experience: Experience, share: float) -> Callable[[], Mapping[str, np.ndarray]]:
@@ -113,7 +114,7 @@ class TracedAlgorithm:
           A function that waits for the scores and returns them by name, (B, T) each.
         """
         rollouts, chosen = experience.rollouts, self._scored(experience, share)
-        placement = packing.place_samples(rollouts, chosen, self._policy.shape)
+        placement = packing.place_samples(rollouts, chosen, self._policy.mini_batches.shape)
         actor = self._policy.cluster.actor
         scores = actor.token_scores(actor.put(placement.batch(placement.replayed(rollouts, chosen))))
 
@@ -128,9 +129,9 @@ class TracedAlgorithm:
         rollouts = experience.rollouts
         found = {name: np.zeros(rollouts.tokens_BT.shape, np.float32) for name in trace.WEIGHTS}
         passes, samples = self._config.num_iterations, len(rollouts.length_B)
-        chosen = (x for i in range(passes) for x in self._policy.mini_batches(step, i, samples))
+        chosen = (x for i in range(passes) for x in self._policy.mini_batches.split(step, i, samples))
         for sample_B, arrays in zip(chosen, weighed, strict=True):
-            placement = packing.place_samples(rollouts, sample_B, self._policy.shape)
+            placement = packing.place_samples(rollouts, sample_B, self._policy.mini_batches.shape)
             for name, x_ABT in zip(trace.WEIGHTS, arrays, strict=True):
                 found[name][sample_B] += placement.unpack(np.asarray(x_ABT), rollouts.tokens_BT.shape[1]) / passes
         return found

@@ -228,5 +228,5 @@ def test_pieces_share_prompts_only_if_a_reference_has_linear_attention(tmp_path,
     )
     for beta, tree in ((0.0, True), (0.1, raw is GEMMA4)):
         config = GRPOConfig(num_generations=2, beta=beta, old_logprob="trainer")
-        shape = GRPO(cluster, config, samples=4, log=print, pieces=True).shape
+        shape = GRPO(cluster, config, samples=4, log=print, pieces=True).mini_batches.shape
         assert shape.shared and shape.tree == tree

@@ -197,7 +197,7 @@ def test_neither_order_nor_packing_nor_mesh_of_the_rows_matters(bench):
     other = job(trainer={"micro_batch_sequences": 2, "share_prompts": False, "mini_batch_size": 1}, num_iterations=2)
     cluster = jobs.build_cluster(other, Meshes(mesh, mesh, mesh, mesh))
     algorithm = make_grpo(cluster, other.algo, samples=B, log=print)
-    assert len(algorithm.mini_batches(0, 0, B)) == 2
+    assert len(algorithm.mini_batches.split(0, 0, B)) == 2
     scores = algorithm.score(0, experience)
     for a, b in zip(columns(scores, experience.rollouts), expected, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)

@@ -15,7 +15,8 @@ from podrl.job.config import TINY
 from podrl.job.placement import Meshes
 from podrl.learner import experience as messages
 from podrl.learner.distillation import make_grpo
-from podrl.learner.scoring import ReferencedScores
+from podrl.learner.mini_batches import Update
+from podrl.learner.scoring import ReferencedScores, Scores
 from podrl.learner.settings import GRPOConfig
 from podrl.mesh.build import make_mesh
 from podrl.trainer import packing
@@ -98,7 +99,7 @@ def trained(cluster, settings, experience, rows_B):
     rewards, _ = algorithm.rewards(experience, scores)
     advantage_BT, told = algorithm.advantages(experience, scores, rewards)
     (batch,) = algorithm.pack(0, experience, scores, advantage_BT)
-    loss: TokenLoss = algorithm._token_loss()
+    loss: TokenLoss = algorithm._token_loss
 
     def value(logprob_X):
         found = []
@@ -147,8 +148,9 @@ def test_an_exact_divergence_is_taken_over_the_tokens_of_its_source_beside_the_o
     settings = config(sources=sources, teacher_kl=kind)
     algorithm: Any = make_grpo(cluster, settings, samples=B, log=print)
     _, told = algorithm.advantages(whole, ReferencedScores(*[whole.rollouts.logprob_BT] * 2), np.ones((B, T)))
-    placement = packing.place_samples(whole.rollouts, np.arange(B), algorithm.shape)
-    rows = algorithm._taught(placement, "policy", whole, settings.loss_mask(whole), np.arange(B))
+    placement = packing.place_samples(whole.rollouts, np.arange(B), algorithm.mini_batches.shape)
+    scores = Scores(whole.rollouts.logprob_BT)
+    rows = algorithm._taught("policy", Update(whole, scores, np.arange(B), settings.loss_mask(whole), placement))
     coef_B = np.repeat([0.0, 0.5, 0.0, 0.0, 2.0], G)
     weight_BT = placement.unpack(np.asarray(rows.weight_BT), T)
     np.testing.assert_array_equal(weight_BT, coef_B[:, None] * whole.rollouts.mask_BT)

@@ -203,7 +203,7 @@ def test_settings_alone_decide_what_packed_rows_hold(bench):
         rollout |= {"max_response_tokens": LIMIT}
         described = parsed("grpo", {"policy_loss_fn": "gspo"}, env={"environment": environment}, rollout=rollout)
         given = {"samples": B, "log": print, "pieces": described.env.branches}
-        shape = GRPO(bench.cluster, described.algo, **given).shape
+        shape = GRPO(bench.cluster, described.algo, **given).mini_batches.shape
         assert shape == described.pack_shape(bench.cluster.actor_mesh)
         assert shape.tree == shape.whole == pieces
 
