@@ -2,7 +2,7 @@
 
     PYTHONPATH=.:tests python tests/view/pictures.py RUN OTHER TOOLS
 
-RUN is the default run; OTHER the same with `log.trace='updates'`, `log.plan` and another learning rate; TOOLS a run of
+RUN is the default run, of 60 steps or more; OTHER the same with `log.trace='updates'`, `log.plan` and another learning rate; TOOLS a run of
 two hosts with tools.
 """
 
