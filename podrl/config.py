@@ -31,6 +31,14 @@ def plural(count: int, noun: str, nouns: str = "") -> str:
     return f"{count:,} {noun if count == 1 else nouns or noun + 's'}"
 
 
+def percent(share: float) -> str:
+    """Returns a share of 1 in percent, with as many digits as keep 0 % and 100 % for exactly none and all."""
+    digits = 0
+    while 0 < share < 1 and float(f"{100 * share:.{digits}f}") in (0, 100):
+        digits += 1
+    return f"{share:.{digits}%}"
+
+
 def elsewhere(name: str, group: Mapping[str, object], prefix: str = "") -> str:
     """Suggests the dotted paths at which `group` or a mapping inside it has the key `name`; '' if there is none."""
     places = sorted(_places(name, group, ""))

@@ -10,7 +10,7 @@ from typing import Annotated, Literal, get_args, get_type_hints
 import pytest
 
 import podrl
-from podrl.config import Count, Finite, NonNegative, Range, build, group_of, numbers, section
+from podrl.config import Count, Finite, NonNegative, Range, build, group_of, numbers, percent, section
 from podrl.engine.config import Sampling
 from podrl.job.config import KINDS, Job
 
@@ -188,3 +188,11 @@ def test_every_field_of_every_config_is_used():
     unread = [(cls, field) for cls in configs().values() for field in dataclasses.fields(cls) if field.name not in used]
     several = [(cls, field) for cls, field in unread if len(get_args(get_type_hints(cls)[field.name])) != 1]
     assert {f"{cls.__name__}.{field.name}" for cls, field in several} == set(ELSEWHERE)
+
+
+@pytest.mark.parametrize(
+    ("share", "text"),
+    [(0.0, "0%"), (1.0, "100%"), (0.97, "97%"), (0.996, "99.6%"), (0.003, "0.3%"), (0.99996, "99.996%"), (1.2, "120%")],
+)
+def test_a_share_is_never_rounded_to_none_or_all(share, text):
+    assert percent(share) == text

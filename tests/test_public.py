@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import inspect
 import json
 import pathlib
 import subprocess
@@ -236,3 +237,10 @@ def test_settings_may_be_a_dict_of_their_fields(cls):
         as_settings(cls, {"nothing": 1}, "it")
     with pytest.raises(ValueError, match=f"it=7 must be a {cls.__name__}, or a dict of its fields"):
         as_settings(cls, 7, "it")
+
+
+@pytest.mark.parametrize("name", ["GRPO", "PPO"])
+def test_the_seed_that_shuffles_prompts_is_sent_to_the_learner(name):
+    with pytest.raises(ValueError, match=rf"data_shuffle_seed: it is an argument of {name}Learner"):
+        getattr(podrl, f"{name}Config")(data_shuffle_seed=3)
+    assert "data_shuffle_seed" in inspect.signature(getattr(podrl, f"{name}Learner")).parameters

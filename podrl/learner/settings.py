@@ -380,7 +380,7 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
 @section(
     "grpo",
     {
-        "data_shuffle_seed": "the order of prompts follows --config.data.seed.",
+        "data_shuffle_seed": "it is an argument of GRPOLearner, which shuffles a list; files follow data.seed.",
         "use_rollout_logps": "say grpo.old_logprob='sampler'.",
         "off_policy_steps": "say grpo.max_staleness=N: batches are then sampled by a policy at most N updates old.",
     },
@@ -592,7 +592,7 @@ class GRPOConfig(AlgorithmConfig, KLLossSettings, GroupSettings):
 @section(
     "ppo",
     {
-        "data_shuffle_seed": "the order of prompts follows --config.data.seed.",
+        "data_shuffle_seed": "it is an argument of PPOLearner, which shuffles a list; files follow data.seed.",
         "mini_batch_size": "say trainer.mini_batch_size (RLTrainingConfig): prompts per update.",
         "vf_coef": "the critic has an optimizer of its own: say trainer.critic_learning_rate.",
     },

@@ -10,6 +10,7 @@ import re
 import statistics
 from collections.abc import Callable
 
+from podrl.config import percent
 from podrl.mappings import LogRecord
 from podrl.rundir.history import WINDOW, Past, average, number
 
@@ -226,7 +227,9 @@ def _unpaid(now: LogRecord, past: Past) -> str:
         shares = past.recent(now, f"reward/zero/{name}")
         if not shares or average(shares) < UNPAID or (number(now, f"reward/{name}") or 0) < 0:
             continue
-        text = f"reward function {name} gave 0 to {average(shares):.0%} of the samples of {WINDOW} steps"
+        text = (
+            f"reward function {name} gave the reward 0 to {percent(average(shares))} of the samples of {WINDOW} steps"
+        )
         example = next((sample for sample in reversed(past.samples) if number(sample, name) == 0), None)
         return text if example is None else f"{text}, such as (step {example['step']}) {_in_one_line(example)}"
     return ""
@@ -373,7 +376,7 @@ def _repetition(now: LogRecord, past: Past) -> str:
 )
 def _nonfinite(now: LogRecord, past: Past) -> str:
     share = number(now, "actor/nonfinite") or 0
-    return f"{share:.0%} of the step's updates were skipped" if share else ""
+    return f"{percent(share)} of the step's updates were skipped" if share else ""
 
 
 @check(
@@ -627,9 +630,8 @@ def _bottleneck(now: LogRecord, past: Past) -> str:
     for stage in ("data", "reward", "checkpoint"):
         spent = sum(number(record, f"time/{stage}") or 0 for record in records)
         if spent > STARVED * total:
-            return (
-                f"time/{stage} is {spent / total:.0%} of time/step over {SETTLED} steps ({spent:.3g} of {total:.3g} s)"
-            )
+            share = percent(spent / total)
+            return f"time/{stage} is {share} of time/step over {SETTLED} steps ({spent:.3g} of {total:.3g} s)"
     return ""
 
 

@@ -52,7 +52,7 @@ def write_summary(workdir: pathlib.Path, extra: JsonObject) -> JsonObject:
         "steps": last,
         "before": _eval_values(evals[0]) if evals else {},
         "after": _eval_values(evals[-1]) if evals else {},
-        "change": _paired_intervals(workdir, evals[0]["step"], evals[-1]["step"]) if evals else {},
+        **(_paired_changes(workdir, evals[0]["step"], evals[-1]["step"]) if evals else {"change": {}, "unchanged": []}),
         "evaluated_at": [r["step"] for r in evals],
         "throughput": {
             "rollout_tokens_per_s": rate("tokens/completion", "time/rollout"),
@@ -101,30 +101,36 @@ def keep_evaluation(workdir: pathlib.Path, step: int, means: Mapping[str, Sequen
         between.unlink()
 
 
-def _paired_intervals(workdir: pathlib.Path, first: int, last: int) -> dict[str, tuple[float, float]]:
-    """Returns the paired 95 % interval of the change of each mean between two evaluations, by metric.
+def _paired_changes(workdir: pathlib.Path, first: int, last: int) -> JsonObject:
+    """Returns the paired 95 % interval of the change of each mean between two evaluations, by metric, as 'change', and
+    the metrics that are the same in both evaluations for every record, as 'unchanged'.
 
-    Returns {} if the records' values of either evaluation are not there or damaged.
+    Both are empty if the records' values of either evaluation are not there or damaged.
     """
+    nothing = {"change": {}, "unchanged": []}
     paths = [workdir / _FOLDER / f"{step}.json" for step in (first, last)]
     if first == last or not all(path.exists() for path in paths):
-        return {}
+        return nothing
     try:
         was, now = (unseal(dict(json.loads(path.read_text()))) for path in paths)
     except (ValueError, TypeError):  # the file is damaged, so the table shows the wider, unpaired interval
-        return {}
+        return nothing
     intervals_by_name: dict[str, tuple[float, float] | None] = {}
+    unchanged = []
     for name in was:
         pairs = list(zip(was[name], now.get(name, ()), strict=False))
         changes = [b - a for a, b in pairs if a is not None and b is not None]
         if len(changes) < 2 or len(was[name]) != len(now[name]):
             continue
+        if not any(changes):
+            unchanged.append(name.removeprefix("eval/"))
         if is_share(name):
             intervals_by_name[name] = intervals.share_difference(changes)
         else:
             error = statistics.stdev(changes) / math.sqrt(len(changes))
             intervals_by_name[name] = intervals.mean(statistics.fmean(changes), error)
-    return {name.removeprefix("eval/"): ends for name, ends in intervals_by_name.items() if ends is not None}
+    change = {name.removeprefix("eval/"): ends for name, ends in intervals_by_name.items() if ends is not None}
+    return {"change": change, "unchanged": unchanged}
 
 
 def brief(metrics: Mapping[str, float]) -> str:
@@ -157,6 +163,9 @@ def print_before_after(console: rich.console.Console, summary: JsonObject) -> No
         ]
         if start is None:  # the first evaluation did not have this set of records
             rows.append([name, *cells, ""])
+            continue
+        if name in summary.get("unchanged", ()):  # an interval around 0 would puzzle whoever left the policy as it was
+            rows.append([name, *cells, "no record changed"])
             continue
         paired = summary.get("change", {}).get(name) or _change(before, after, name)
         moved = format_interval(paired, percent=share, signed=True)

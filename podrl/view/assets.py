@@ -20,7 +20,10 @@ def page(styles: str, scripts: str) -> str:
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>podrl</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" '
-        f'content="light dark">{styles}</head><body><header id="top"></header><main id="view" tabindex="-1"></main>'
+        f'content="light dark">{styles}</head><body><noscript>This page shows a run by JavaScript, which is off here: '
+        "allow JavaScript for this page and load it again, or read the samples as text with <code>python -m podrl.view "
+        "RUN --samples=10</code> and the findings with <code>python -m podrl.doctor RUN</code>."
+        '</noscript><header id="top"></header><main id="view" tabindex="-1"></main>'
         f"{scripts}</body></html>"
     )
 

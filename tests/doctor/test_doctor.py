@@ -138,7 +138,7 @@ PLANTED = [
         "gspo",
         unpaid,
         9,
-        "reward function number gave 0 to 97% of the samples of 5 steps, such as (step 1) prompt",
+        "reward function number gave the reward 0 to 97% of the samples of 5 steps, such as (step 1) prompt",
     ),
     ("reward saturated", "grpo", lambda r: put(r, "reward/std", 0.1, 12), 16, "0.1 over 5"),
     ("a reward at the cost of another", "gspo", exploited, 11, "reward/number fell by 1.6"),

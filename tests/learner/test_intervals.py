@@ -101,6 +101,11 @@ def test_the_change_of_a_run_is_paired_by_record(tmp_path, capsys):
     assert written["change"]["greedy_reward"] == pytest.approx(intervals.mean(4 / 9, math.sqrt(20 / 81 / 8)))
     print_before_after(make_console(), written)
     assert "+50.0 points [+9.3, +74.0]" in capsys.readouterr().out
+    (tmp_path / "evaluations" / "8.json").write_bytes((tmp_path / "evaluations" / "0.json").read_bytes())
+    print_before_after(make_console(), summary.write_summary(tmp_path, {}))
+    printed = capsys.readouterr().out
+    assert "no record changed" in printed and "points" not in printed
+    summary.keep_evaluation(tmp_path, 8, {"eval/greedy_answer": [float(one) for one in texts[8]]})
     kept = tmp_path / "evaluations" / "8.json"
     kept.write_text(kept.read_text().replace("1.0", "0.0", 1))
     assert summary.write_summary(tmp_path, {})["change"] == {}, "a damaged digit is noticed"

@@ -2,8 +2,8 @@
 
     PYTHONPATH=.:tests python tests/view/pictures.py RUN OTHER TOOLS
 
-RUN is the default run; OTHER the same with `log.trace='updates'`, `log.plan` and another learning rate; TOOLS a run of
-two hosts with tools.
+RUN is the default run, of 60 steps or more; OTHER the same with `log.trace='updates'`, `log.plan` and another learning
+rate; TOOLS a run of two hosts with tools. Without TOOLS the pictures of the timeline stay.
 """
 
 import base64
@@ -30,7 +30,7 @@ WIDE, NARROW, HIGH = 1400, 420, 800  # HIGH is the height of a narrow picture
 def main(runs: list[str]) -> None:
     """Writes docs/pictures/*.png."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile, browser(profile) as page:
-        for shown, of in ((SHOWN, runs[:2]), (OF_TOOLS, runs[2:])):
+        for shown, of in [(SHOWN, runs[:2]), (OF_TOOLS, runs[2:])][: len(runs) - 1]:
             with served(*of) as address:
                 for name, (view, high) in shown.items():
                     for scheme in ("light", "dark"):

@@ -161,7 +161,13 @@ def test_no_view_is_wider_than_a_narrow_window(address, page):
                 assert 200 < last < 420, "the completion is seen, not only reached by scrolling"
                 heads = page.ask("getComputedStyle(document.querySelector('.found td.number'), '::before').content")
                 assert "reward" in heads
+                named = ".found [data-head=reference]:not(:empty)"
+                assert "reference" in page.ask(
+                    f"getComputedStyle(document.querySelector('{named}'), '::before').content"
+                )
             if view == "run":
+                space = page.ask("getComputedStyle(document.querySelector('.columns td.value')).whiteSpace")
+                assert space == "normal", "intervals wrap, so that before and after are both seen"
                 lines = "[...document.querySelectorAll('.counted .said')]"
                 assert page.ask(f"{lines}.every((each) => each.scrollWidth <= each.clientWidth)")
     finally:

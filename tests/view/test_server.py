@@ -80,6 +80,7 @@ def test_every_view_has_an_address_of_its_own(ask, view):
     assert needed and all(path.startswith("/static/") for path in needed), "nothing from elsewhere"
     assert all(ask(path)[0] == 200 for path in needed)
     assert "script-src 'self'" in headers["content-security-policy"]
+    assert b"<noscript>This page shows a run by JavaScript" in body and b"allow JavaScript" in body
 
 
 def test_the_first_address_is_that_of_the_curves(ask):
@@ -336,6 +337,7 @@ def test_the_report_needs_nothing_and_holds_samples_as_data(runs, tmp_path):
     assert main(["podrl.view", str(runs / "one"), str(runs / "two"), f"--html={out}"]) == 0
     page = out.read_text()
     assert not re.search(r'(?:src|href)="', page), "nothing is loaded"
+    assert "<noscript>" in page and "python -m podrl.doctor RUN" in page
     (data,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
     one, two = json.loads(data)
     assert one["groups"] and HOSTILE in json.dumps(one["groups"], ensure_ascii=False).encode().decode("unicode_escape")

@@ -140,7 +140,7 @@ const podrl = (() => {
     for (const [name, label] of WANTED) {
       if (facts.length > 4 || run.last[name] === undefined || labels.has(label)) continue;
       labels.add(label);
-      facts.push(fact(label, number(run.last[name], 3)));
+      facts.push(fact(label, `${number(run.last[name], 3)}${label === "length" ? " tokens" : ""}`));
     }
     const swatch = el("span", { className: "swatch" });
     swatch.style.background = color(index);

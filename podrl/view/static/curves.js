@@ -114,6 +114,7 @@ podrl.views.curves = async (main, params, current) => {
     const reach = (plot, low, high) => {
       for (const [, from, to] of whiskers) { low = Math.min(low, from); high = Math.max(high, to); }
       if (low === null || !isFinite(low)) return [0, 1];
+      if (low === high && unit === "share of 1") return [-0.06, 1.06];
       const size = Math.max(Math.abs(low), Math.abs(high)); // a constant is a flat line: its differences are roundings
       const room = high - low > 1e-6 * size ? (high - low) * 0.06 : size / 2 || 1;
       return [low - room, high + room];

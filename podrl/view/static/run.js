@@ -27,7 +27,7 @@ podrl.views.run = async (main, params, current) => {
   const cell = (values, name) => {
     const ends = interval(name, values[name], values[`error/${name}`], values[name.includes("/") && !/^(greedy|sampled)_/.test(name) ? `${name.split("/")[0]}/records` : "records"]);
     const written = isShare(name) ? (value) => (100 * value).toFixed(1) : (value) => number(value);
-    return `${written(values[name])}${isShare(name) ? " %" : ""}${ends ? ` [${ends.map(written).join(", ")}]` : ""}`;
+    return `${written(values[name])}${isShare(name) ? "\u00a0%" : ""}${ends ? ` [${ends.map(written).join(",\u00a0")}]` : ""}`;
   };
   if (measured.length) parts.push(table(`Held-out records${after.records ? `: ${after.records}` : ""}, 95 % intervals`, measured.map((name) => [name, cell(before, name), cell(after, name)]), ["mean", "before", "after"]));
   if ((mine.plan || []).length) parts.push(table(`Plan${mine.planned_for ? ` for ${mine.planned_for}` : ""} beside what was measured${(mine.summary || {}).devices ? ` on ${mine.summary.devices}` : ""}`,
