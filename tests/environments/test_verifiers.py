@@ -3,6 +3,7 @@
 import ast
 import http.server
 import json
+import os
 import pathlib
 import shutil
 import sys
@@ -25,6 +26,7 @@ from podrl.workers.user_code import Limits
 
 # .ci/nightly makes this environment, because verifiers pins other versions of what podrl's tests use.
 PYTHON = pathlib.Path(sys.prefix) / "verifiers" / "bin" / "python"
+PATH = os.pathsep.join((os.environ.get("PATH", os.defpath), str(PYTHON.parent)))  # its environment may have uv
 PACKAGE = pathlib.Path(__file__).with_name("verifiers_package")
 real = pytest.mark.skipif(not PYTHON.exists(), reason=f"there is no environment with verifiers at {PYTHON}")
 
@@ -122,8 +124,11 @@ class _Gym(http.server.BaseHTTPRequestHandler):
 
 @real
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("uv") is None, reason="verifiers starts its harnesses with uv, which is not on PATH")
-def test_a_harness_of_verifiers_plays_tasks_of_nemo_gym(tmp_path, play):
+@pytest.mark.skipif(
+    shutil.which("uv", path=PATH) is None, reason="verifiers starts its harnesses with uv: none on PATH"
+)
+def test_a_harness_of_verifiers_plays_tasks_of_nemo_gym(tmp_path, monkeypatch, play):
+    monkeypatch.setenv("PATH", PATH)
     dataset, out = tmp_path / "gym.jsonl", tmp_path / "tasks.jsonl"
     ask = {"input": [{"role": "user", "content": "1+1="}], "tools": []}
     dataset.write_text(json.dumps({"responses_create_params": ask}) + "\n")
