@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 
 from podrl.config import plural
 from podrl.environments.config import VERIFIERS_AGENT
+from podrl.environments.verifiers_agent import REFUSED
 from podrl.runtime.arguments import Parser
 from podrl.runtime.watchdog import EXIT_DONE, EXIT_USER
 
@@ -50,6 +51,8 @@ def write(taskset: str, python: str, out: pathlib.Path, env: Mapping[str, object
             done = subprocess.run(
                 command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.PIPE, check=False, timeout=_DEADLINE_S
             )
+        if done.returncode == REFUSED:
+            raise ValueError(f"{taskset}: {done.stderr.decode(errors='replace').rstrip().rpartition(chr(10))[2]}")
         if done.returncode:
             raise ValueError(
                 f"{taskset} cannot be read with {python}. It must be installed there beside verifiers (0.4 or later), "

@@ -19,8 +19,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 _KEY = "PODRL_VERIFIERS_KEY"  # environment variables with the keys of episodes begin so
+REFUSED = 3  # exit code if tasks cannot run as they are set; the last line of standard error says why
 # verifiers keeps a client for each key until its server ends, so its server is started again after this many episodes.
 _EPISODES = 256
+_players: "dict[str, Player]" = {}  # environments of this process by their [env] block
+
+
+class UnfitError(ValueError):
+    """The settings of an environment do not fit a task; the text is one line."""
 
 
 class Player:
@@ -41,6 +47,7 @@ class Player:
         for agent in agent_config_fields(config).values():
             if "runtime" not in agent.model_fields_set:
                 agent.runtime = SubprocessConfig()
+        self._agents = agent_config_fields(config)
         self.env = loaders.load_environment(config)
         self._tasks = iter(self.env.taskset)
         self._read: list[Any] = []
@@ -57,6 +64,25 @@ class Player:
         if index >= len(self._read):
             raise ValueError(f"the taskset has {len(self._read)} tasks, and the record is of task {index}")
         return self._read[index]
+
+    def check(self, task: Any) -> None:
+        """Checks that the harness and the runtime of the only agent can run a task.
+
+        An environment of several agents gives them tasks of its own, so there is nothing to check before it runs.
+
+        Raises:
+          UnfitError: they cannot; for example, a harness that needs a container would run in subprocesses.
+        """
+        from verifiers.v1.utils import compile as fit  # pyright: ignore[reportMissingImports]
+
+        if len(self._agents) != 1:
+            return
+        [(name, agent)] = self._agents.items()
+        try:
+            runtime = fit.resolve_runtime_config(agent.runtime, task)
+            fit.validate_pairing(self.env._harnesses[name], type(task), runtime)
+        except ValueError as error:
+            raise UnfitError(f"task {task.data.idx} cannot be run as --env says: {error}") from error
 
     async def play(self, task: object, base_url: str, key: str) -> Mapping[str, Any]:
         """Plays one episode and returns its result, see podrl.agent.serve.
@@ -109,17 +135,13 @@ def _result(episode: Any) -> Mapping[str, Any]:
 
 def _records(block: Mapping[str, Any], limit: int | None) -> Iterator[Mapping[str, Any]]:
     """Yields the record of each task: its prompt, and the field 'verifiers', by which `_solve` finds the task again."""
-    taskset = Player(block).env.taskset
-    for task in itertools.islice(taskset, limit):
+    player = Player(block)
+    for task in itertools.islice(player.env.taskset, limit):
+        player.check(task)
         messages = [{"role": "system", "content": task.data.system_prompt}] if task.data.system_prompt else []
         messages.append({"role": "user", "content": task.data.prompt_text or task.data.name or str(task.data.idx)})
         place = {"env": block, "index": task.data.idx, "key": task.key}
         yield {"messages": messages, "verifiers": json.dumps(place)}
-
-
-@functools.cache
-def _player(block: str) -> Player:
-    return Player(json.loads(block))
 
 
 def _solve(runner: asyncio.Runner, task: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -128,7 +150,10 @@ def _solve(runner: asyncio.Runner, task: Mapping[str, Any]) -> Mapping[str, Any]
             "the record has no field 'verifiers': env.verifiers plays records that python -m podrl.verifiers wrote"
         )
     place = json.loads(task["fields"]["verifiers"])
-    player = _player(json.dumps(place["env"]))
+    block = json.dumps(place["env"])
+    if block not in _players:
+        _players[block] = Player(place["env"])
+    player = _players[block]
     own = player.task(place["index"])
     if own.key != place["key"]:
         raise ValueError(
@@ -155,11 +180,19 @@ def main() -> None:
         # Descriptor 1 becomes a copy of standard error, so that output of the taskset cannot mix with the records.
         with os.fdopen(os.dup(1), "w", encoding="utf-8") as records:
             os.dup2(2, 1)
-            for record in _records(block, limit[0] if limit else None):
-                records.write(json.dumps(record) + "\n")
+            try:
+                for record in _records(block, limit[0] if limit else None):
+                    records.write(json.dumps(record) + "\n")
+            except UnfitError as error:
+                sys.stderr.write(f"{error}\n")
+                sys.exit(REFUSED)
         return
     with asyncio.Runner() as runner:
-        _agent().serve(functools.partial(_solve, runner))
+        try:
+            _agent().serve(functools.partial(_solve, runner))
+        finally:
+            for player in _players.values():
+                runner.run(player.close())
 
 
 if __name__ == "__main__":

@@ -1,9 +1,13 @@
 """Tests tasks of verifiers: their records, and rows of their episodes, with the real package where it is installed."""
 
 import ast
+import http.server
 import json
+import os
 import pathlib
+import shutil
 import sys
+import threading
 
 import jax
 import numpy as np
@@ -22,6 +26,7 @@ from podrl.workers.user_code import Limits
 
 # .ci/nightly makes this environment, because verifiers pins other versions of what podrl's tests use.
 PYTHON = pathlib.Path(sys.prefix) / "verifiers" / "bin" / "python"
+PATH = os.pathsep.join((os.environ.get("PATH", os.defpath), str(PYTHON.parent)))  # its environment may have uv
 PACKAGE = pathlib.Path(__file__).with_name("verifiers_package")
 real = pytest.mark.skipif(not PYTHON.exists(), reason=f"there is no environment with verifiers at {PYTHON}")
 
@@ -48,17 +53,14 @@ def test_the_agent_program_needs_only_verifiers_and_the_standard_library():
     assert {name.split(".")[0] for name in names} - sys.stdlib_module_names == {"verifiers"}
 
 
-@real
-@pytest.mark.slow
-def test_an_episode_of_verifiers_is_one_row_with_its_reward(records, monkeypatch):
-    asked = records()
-    assert [record["messages"] for record in asked] == [[{"role": "user", "content": f"{i}+1="}] for i in range(3)]
-    assert len(records(limit=2)) == 2
+@pytest.fixture
+def play():
+    """Plays four episodes of a record against the tiny model, and returns their rollouts."""
     arguments = ["--model=tiny_tools", "--parser=call_tool", "--lanes=8", "--context=160"]
     serving, _ = serve._load(serve._parser().parse_args(arguments), jax.devices()[:1])
     config = EnvironmentConfig(environment="program", verifiers=str(PYTHON), processes=2)
 
-    def play(record):
+    def run(record):
         prompt = "<start_of_turn>user\n1+1=<end_of_turn>\n<start_of_turn>model\n"
         tokens_P = np.asarray([serving._tokenizer.encode(prompt, start=True)], np.int32)
         fields = {"verifiers": [record["verifiers"]]}
@@ -75,19 +77,84 @@ def test_an_episode_of_verifiers_is_one_row_with_its_reward(records, monkeypatch
                 worker.env_client = None
 
     try:
-        play(asked[2])  # a process plays tasks in any order
-        rollouts = play(asked[1])
-        assert not faults(rollouts, step=1, max_staleness=1)
-        for b in range(4):
-            metrics = rollouts.episodes[b]["metrics"]
-            assert metrics["chat_requests"] == 2.0 and metrics["chat_forks"] == 0.0
-            assert rollouts.turn_reward_BT[b].sum() == metrics["numbers"] and metrics["numbers"] in (0.5, 1.5)
-        place = json.loads(asked[1]["verifiers"])
-        place["env"]["taskset"]["changed"] = True
-        with pytest.raises(Exception, match=r"task 1 of podrl-sums is another one .* podrl\.verifiers"):
-            play({"verifiers": json.dumps(place)})
+        yield run
     finally:
         serving.close()
+
+
+@real
+@pytest.mark.slow
+def test_an_episode_of_verifiers_is_one_row_with_its_reward(records, play):
+    asked = records()
+    assert [record["messages"] for record in asked] == [[{"role": "user", "content": f"{i}+1="}] for i in range(3)]
+    assert len(records(limit=2)) == 2
+    play(asked[2])  # a process plays tasks in any order
+    rollouts = play(asked[1])
+    assert not faults(rollouts, step=1, max_staleness=1)
+    for b in range(4):
+        metrics = rollouts.episodes[b]["metrics"]
+        assert metrics["chat_requests"] == 2.0 and metrics["chat_forks"] == 0.0
+        assert rollouts.turn_reward_BT[b].sum() == metrics["numbers"] and metrics["numbers"] in (0.5, 1.5)
+    place = json.loads(asked[1]["verifiers"])
+    place["env"]["taskset"]["changed"] = True
+    with pytest.raises(Exception, match=r"task 1 of podrl-sums is another one .* podrl\.verifiers"):
+        play({"verifiers": json.dumps(place)})
+
+
+class _Gym(http.server.BaseHTTPRequestHandler):
+    """A resource server of NeMo Gym: it seeds sessions, and its reward is 0.5 for an answer to the right question."""
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        reply = {}
+        if self.path == "/verify":
+            said = [item for item in body["response"]["output"] if item["type"] == "message"]
+            right = len(said) == 1 and body["responses_create_params"]["input"][0]["content"] == "1+1="
+            reply = {**body, "reward": 0.5 * right, "length": 7}
+        written = json.dumps(reply).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(written)))
+        self.end_headers()
+        self.wfile.write(written)
+
+    def log_message(self, format, *args):
+        pass
+
+
+@real
+@pytest.mark.slow
+@pytest.mark.skipif(
+    shutil.which("uv", path=PATH) is None, reason="verifiers starts its harnesses with uv: none on PATH"
+)
+def test_a_harness_of_verifiers_plays_tasks_of_nemo_gym(tmp_path, monkeypatch, play):
+    monkeypatch.setenv("PATH", PATH)
+    dataset, out = tmp_path / "gym.jsonl", tmp_path / "tasks.jsonl"
+    ask = {"input": [{"role": "user", "content": "1+1="}], "tools": []}
+    dataset.write_text(json.dumps({"responses_create_params": ask}) + "\n")
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Gym) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        task = {"resources_url": f"http://127.0.0.1:{server.server_port}"}
+        env = {"taskset": {"dataset": str(dataset), "task": task}, "agent": {"harness": {"id": "null"}}}
+        assert verifiers.write("nemo_gym", str(PYTHON), out, env, None) == 1
+        rollouts = play(json.loads(out.read_text()))
+        server.shutdown()
+    assert not faults(rollouts, step=1, max_staleness=1)
+    for b in range(4):
+        metrics = rollouts.episodes[b]["metrics"]
+        assert metrics["chat_requests"] >= 1.0 and metrics["length"] == 7.0
+        assert rollouts.turn_reward_BT[b].sum() == metrics["nemo_gym"] == 0.5
+
+
+@real
+@pytest.mark.slow
+def test_a_harness_that_needs_a_container_is_refused_when_records_are_written(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(PACKAGE))
+    env = {"agent": {"harness": {"id": "codex"}}}
+    with pytest.raises(ValueError, match=r"^podrl-sums: task 0 .* Harness 'codex' needs a container .*docker.*$"):
+        verifiers.write("podrl-sums", str(PYTHON), tmp_path / "tasks.jsonl", env, None)
+    env["agent"]["runtime"] = {"type": "docker"}
+    assert verifiers.write("podrl-sums", str(PYTHON), tmp_path / "tasks.jsonl", env, None) == 3
 
 
 @real
