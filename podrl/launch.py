@@ -109,8 +109,8 @@ _JOIN_S = flags.DEFINE_float(
 _RESTARTS = flags.DEFINE_integer(
     "restarts",
     local_pod.RESTARTS,
-    "How often --local_processes restarts dead rollout hosts with --topology=split. After that the run goes on with the "
-    "other hosts.",
+    "How often --local_processes restarts dead rollout hosts with --topology=split. After that the run goes on with "
+    "the other hosts.",
 )
 _JOIN = flags.DEFINE_string(
     "join",
