@@ -47,18 +47,21 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--compare", default="", help="a second model, which completes the same records with the same seed"
     )
-    parser.add_argument("--sets", required=True, help="NAME=FILE, several separated by commas")
-    parser.add_argument("--out", required=True, type=pathlib.Path, help="directory; made if it is not there")
+    parser.add_argument("--sets", required=True, help="sets of records: NAME=FILE, or several separated by commas")
+    parser.add_argument(
+        "--out",
+        required=True,
+        type=pathlib.Path,
+        help="directory for completions and scores; created if it does not exist",
+    )
     parser.add_argument("--fns", default="", help="reward functions by name; default: the answer's accuracies")
     parser.add_argument(
         "--right",
         type=float,
         default=1.0,
-        help="the reward from which a sample is right: of the first function, or of the program",
+        help="least reward, from the first function or from the program, with which a sample counts as right",
     )
-    parser.add_argument(
-        "--by", default="dataset", help="field of the records; the table has a row for each of its values"
-    )
+    parser.add_argument("--by", default="dataset", help="field of the records whose values are the rows of the table")
     parser.add_argument(
         "--question_field",
         default="",

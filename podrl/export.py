@@ -243,12 +243,14 @@ def load_run(workdir: Place, step: int | None = None) -> tuple[RunModel, int, Py
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parses the command line; see the module's docstring."""
     parser = Parser("podrl.export", __doc__)
-    parser.add_argument("--workdir", required=True, help="the run, as given to podrl.launch")
-    parser.add_argument("--out", required=True, help="directory to write; must not exist, or be empty")
-    parser.add_argument("--step", type=int, help="which checkpoint; default: the newest")
-    parser.add_argument("--adapter", action="store_true", help="the LoRA adapters alone, in PEFT's layout")
+    parser.add_argument("--workdir", required=True, help="directory of the run, as passed to podrl.launch")
+    parser.add_argument("--out", required=True, help="directory to write; must be new or empty")
+    parser.add_argument("--step", type=int, help="step of the checkpoint; default: the newest")
+    parser.add_argument("--adapter", action="store_true", help="write only the LoRA adapters, in PEFT's layout")
     parser.add_argument("--dtype", default="bfloat16", choices=hf_save.DTYPES, help="dtype of the written weights")
-    parser.add_argument("--push", default="", metavar="ORG/NAME", help="upload it to the hub, with a model card")
+    parser.add_argument(
+        "--push", default="", metavar="ORG/NAME", help="also upload the directory to the hub, with a model card"
+    )
     return parser.parse_args(argv)
 
 

@@ -48,8 +48,15 @@ def _parser() -> argparse.ArgumentParser:
         required=True,
         help=f"Hugging Face directory, ORG/NAME of the hub, or the embedded {' or '.join(hub.EMBEDDED)}",
     )
-    parser.add_argument("--prompts", required=True, help="JSON lines; also .csv, or anything that data.path accepts")
-    parser.add_argument("--out", required=True, type=pathlib.Path, help="JSON lines; replaced when complete")
+    parser.add_argument(
+        "--prompts", required=True, help="file of JSON lines, a .csv file, or anything else that data.path accepts"
+    )
+    parser.add_argument(
+        "--out",
+        required=True,
+        type=pathlib.Path,
+        help="file of JSON lines to write; replaced when all completions are there",
+    )
     parser.add_argument("--n", type=int, default=1, help="completions per prompt")
     parser.add_argument(
         "--preset",
@@ -62,27 +69,42 @@ def _parser() -> argparse.ArgumentParser:
         "--top_p",
         type=float,
         default=None,
-        help="smallest total probability of the kept tokens; default: the preset's, or 1, which is off",
+        help="least total probability of the tokens to sample from; default: the preset's, or 1, which is off",
     )
     parser.add_argument(
-        "--top_k", type=int, default=None, help="number of kept tokens; default: the preset's, or 0, which is off"
+        "--top_k",
+        type=int,
+        default=None,
+        help="number of tokens to sample from; default: the preset's, or 0, which is off",
     )
     parser.add_argument(
         "--min_p",
         type=float,
         default=None,
-        help="least probability of a kept token, as a share of the largest; default: the preset's, or 0",
+        help="least probability of a token to sample from, as a share of the largest; default: the preset's, or 0",
     )
-    parser.add_argument("--max_new", type=int, default=256, help="most new tokens per completion")
-    parser.add_argument("--stop", action="append", default=[], help="stop string; may be given several times")
-    parser.add_argument("--chat", action="store_true", help="wrap each prompt as a user's turn")
+    parser.add_argument("--max_new", type=int, default=256, help="largest number of new tokens per completion")
     parser.add_argument(
-        "--system_prompt", default=None, help='before a "question"; default: that of the run that was exported'
+        "--stop", action="append", default=[], help="text that ends a completion; may be given several times"
     )
-    parser.add_argument("--question_field", default=None, help="field that asks; default: that of the run")
+    parser.add_argument(
+        "--chat", action="store_true", help="put each prompt into the chat template as a user's message"
+    )
+    parser.add_argument(
+        "--system_prompt",
+        default=None,
+        help='system prompt before a "question"; default: the system prompt of the exported run',
+    )
+    parser.add_argument(
+        "--question_field",
+        default=None,
+        help="field of the records with the question; default: the field of the exported run",
+    )
     parser.add_argument("--env", default="", help="environment of every completion: file.py:Name or module:Name")
     parser.add_argument("--program", default="", help="agent program of every completion, such as 'python agent.py'")
-    parser.add_argument("--tool", action="append", default=[], help="a tool it may call; may be given several times")
+    parser.add_argument(
+        "--tool", action="append", default=[], help="tool that completions may call; may be given several times"
+    )
     parser.add_argument(
         "--parser", choices=get_args(env.Parser), default="call_tool", help="format of a tool call (env.parser)"
     )
@@ -90,11 +112,11 @@ def _parser() -> argparse.ArgumentParser:
         "--max_response",
         type=int,
         default=None,
-        help="most tokens of a completion, including observations of --env; default: --max_new",
+        help="largest number of tokens of a completion with the observations of --env; default: --max_new",
     )
     parser.add_argument("--seed", type=int, default=0, help="random seed")
     add_device_options(parser)
-    parser.add_argument("--lanes", type=int, default=128, help="most completions sampled at once; further ones wait")
+    parser.add_argument("--lanes", type=int, default=128, help="largest number of completions that are sampled at once")
     return parser
 
 

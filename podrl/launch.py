@@ -63,7 +63,7 @@ _COMMAND = "PODRL_COMMAND"  # environment variable that passes the user's comman
 _WORKDIR = flags.DEFINE_string(
     "workdir",
     None,
-    "Where the run writes, a directory or gs://BUCKET/RUN; an existing run there is resumed. Default: runs/<config>.",
+    "Directory of the run, or gs://BUCKET/RUN. If it holds a run, the run is resumed. Default: runs/<config>.",
 )
 for _name, _meaning in (
     (
@@ -77,14 +77,16 @@ for _name, _meaning in (
 _CODE = flags.DEFINE_string(
     "code",
     "",
-    "Archive of the user's code, RUN.code-SHA256.tar, that the launchers make of --code=DIR: it is unpacked on this "
-    "host, and relative paths of the configuration lie in it.",
+    "Archive of the user's code, RUN.code-SHA256.tar, which the launchers make from --code=DIR. podrl unpacks it here "
+    "and looks up relative paths of the configuration in it.",
 )
 _HELP_CONFIG = "help_config"
 flags.DEFINE_string(
-    _HELP_CONFIG, None, "Print configuration keys with range and meaning: all, or those that begin with this text."
+    _HELP_CONFIG,
+    None,
+    "Print all configuration keys with range and meaning, or only the keys that begin with this text.",
 )
-_DRY_RUN = flags.DEFINE_bool("dry_run", False, "Print configuration, roles and batch arithmetic; start nothing.")
+_DRY_RUN = flags.DEFINE_bool("dry_run", False, "Print configuration, roles and batch arithmetic, and start nothing.")
 _TOPOLOGY = flags.DEFINE_enum(
     "topology",
     "auto",
@@ -92,38 +94,44 @@ _TOPOLOGY = flags.DEFINE_enum(
     "How processes share the work; auto reads it from the platform.",
 )
 _LOCAL = flags.DEFINE_integer(
-    "local_processes", 0, "Run as a pod of so many processes on this machine, each with --fake_devices CPU devices."
+    "local_processes",
+    0,
+    "Number of processes to start on this machine as a pod, each with --fake_devices CPU devices; 0 starts no pod.",
 )
 _FAKE = flags.DEFINE_integer(
-    "fake_devices", None, "CPU devices each process fakes, instead of config.fake_devices shared out among them."
+    "fake_devices",
+    None,
+    "Number of CPU devices that each process fakes; by default config.fake_devices is divided among the processes.",
 )
 _JOIN_S = flags.DEFINE_float(
-    "join_s", joining.JOIN_S, "Seconds within which all processes of the job must have come together."
+    "join_s", joining.JOIN_S, "Seconds that processes wait at the start until all processes of the job are there."
 )
 _RESTARTS = flags.DEFINE_integer(
     "restarts",
     local_pod.RESTARTS,
-    "How often --local_processes restarts rollout hosts that have died, in --topology=split; after that the others go "
-    "on.",
+    "How often --local_processes restarts dead rollout hosts with --topology=split. After that the run goes on with "
+    "the other hosts.",
 )
 _JOIN = flags.DEFINE_string(
     "join",
     "",
-    "HOST:PORT of trainer 0 of a running --topology=split job, which this process joins as one more rollout host, with "
-    "the job's own flags and PODRL_SECRET.",
+    "HOST:PORT of trainer 0 of a running job with --topology=split. This process joins the job as a rollout host; it "
+    "needs the job's own flags and PODRL_SECRET.",
 )
 _HEARTBEAT_S = flags.DEFINE_float(
     "heartbeat_s",
     joining.HEARTBEAT_S,
-    "Seconds without a sign of life after which jax gives a process up for dead: longer than any compilation.",
+    "Seconds without a heartbeat after which jax treats a process as dead; longer than any compilation.",
 )
 _SHARED = flags.DEFINE_bool(
-    "shared_workdir", False, "All hosts see one --workdir, though its file system looks like this host's own."
+    "shared_workdir",
+    False,
+    "Confirms that all hosts see the same --workdir, if its file system looks like a local one.",
 )
 _PROFILE = flags.DEFINE_string(
     "profile",
     "",
-    "First and last step, as in 120:125: every host writes jax's profile of them into the run.",
+    "First and last step to profile, such as 120:125; every host writes jax's profile of these steps into the run.",
 )
 _DEBUG = flags.DEFINE_bool("debug", False, "Print the whole traceback of user errors too.")
 

@@ -251,7 +251,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("run", metavar="RUN", type=pathlib.Path, help="a run directory")
     parser.add_argument("--step", type=int, required=True, help="number of the step in metrics.jsonl")
     parser.add_argument("--start", type=int, metavar="STEP", help="a checkpoint of the run, or 0 for its beginning")
-    parser.add_argument("--change", action="append", default=[], metavar="KEY=VALUE", help="may be given several times")
+    parser.add_argument(
+        "--change",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="setting to change; may be given several times",
+    )
     parser.add_argument("--keep", type=pathlib.Path, help="a new directory for the replay's own files")
     return parser
 

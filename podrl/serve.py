@@ -57,10 +57,14 @@ def _parser() -> argparse.ArgumentParser:
         "--context",
         type=int,
         default=None,
-        help=f"most tokens of a prompt and its answer; default: the model's longest context, at most {_CONTEXT}",
+        help=f"most tokens of a prompt and its answer together; default: the model's context, at most {_CONTEXT}",
     )
-    parser.add_argument("--lanes", type=int, default=32, help="answers sampled at once; further answers wait")
-    parser.add_argument("--max_requests", type=int, default=256, help="requests open at once; further requests wait")
+    parser.add_argument(
+        "--lanes", type=int, default=32, help="number of answers that are sampled at once; further answers wait"
+    )
+    parser.add_argument(
+        "--max_requests", type=int, default=256, help="number of requests that are open at once; further requests wait"
+    )
     default_of = "of a request that does not set its own"
     parser.add_argument("--temperature", type=float, default=1.0, help=f"temperature {default_of}; 0 is greedy")
     parser.add_argument("--top_p", type=float, default=1.0, help=f"top_p {default_of}; 1 is off")

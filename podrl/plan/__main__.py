@@ -34,13 +34,23 @@ if TYPE_CHECKING:
     from podrl.plan.report import PlanReport
 
 _TRAINER = flags.DEFINE_string("trainer", None, "Topology of the trainer, such as v5e:2x4 or h100:8.")
-_ROLLOUT = flags.DEFINE_string("rollout", None, "Topology of the rollout; the trainer's when left out.")
-_SEARCH = flags.DEFINE_bool("search", False, "Try meshes, micro-batches and remat policies; plan the best that fit.")
-_QUICK = flags.DEFINE_bool("quick", False, "Compile with least effort: a sixth of the time, peaks within a tenth.")
+_ROLLOUT = flags.DEFINE_string("rollout", None, "Topology of the rollout; the trainer's by default.")
+_SEARCH = flags.DEFINE_bool(
+    "search", False, "Try meshes, micro-batches and remat policies, and plan the fastest that fit."
+)
+_QUICK = flags.DEFINE_bool(
+    "quick", False, "Compile with least effort: in a sixth of the time; peaks of memory are right within 10%."
+)
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object.")
-_COMPLETION = flags.DEFINE_integer("completion", None, "Planned tokens of a completion; the longest when left out.")
-_PRICE = flags.DEFINE_float("price", 0.0, "Dollars per chip and hour; the plan then says what the job costs.")
-_LENGTHS = flags.DEFINE_string("lengths", "", "A run with a trace, or a file of a completion's tokens per line.")
+_COMPLETION = flags.DEFINE_integer(
+    "completion", None, "Number of tokens of a completion to plan with; the largest possible by default."
+)
+_PRICE = flags.DEFINE_float(
+    "price", 0.0, "Price of a chip in dollars per hour; the plan then shows the cost of the job."
+)
+_LENGTHS = flags.DEFINE_string(
+    "lengths", "", "Lengths of completions: a run with a trace, or a file with a number of tokens in each line."
+)
 _OWN = ("trainer", "rollout", "search", "quick", "json", "completion", "price", "lengths", "factor")
 _FACTOR = flags.DEFINE_float(
     "factor", 2.5, "Assumed ratio of a step's time to its roofline, for the hours and cost of the job."

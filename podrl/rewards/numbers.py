@@ -232,7 +232,7 @@ _UNITS_OF_2 = (
     "|gr|dm|sq|cu|mo|yr|wk|rs|ct|kr|ea|kw)|ms|us|ns|ly|AU|mW|MW|GW|mV|kV|mA|kJ|kN|dB|Pa|eV)"
 )
 _UNKNOWNS = rf"(?:[abcxyz]{{3}}|[a-dw-z]{{4}}|[pqr]{{3}}|(?!{_UNITS_OF_2})[A-Za-z]{{2}})"
-_WHOLE = r"(?![^\W\d_])"  # no further letter
+_WHOLE = r"(?![^\W\d_])"  # the word ends here: no letter follows
 _ENDS = r"(?=[ ]?(?:[-+*/^(),;:]|\.(?![A-Za-z])|\Z))"
 _ONES = "one|two|three|four|five|six|seven|eight|nine"
 # Text after a number that makes the number a part of a calculation. '2x' and '2ab' have unknowns, but '2m' and '2cm'

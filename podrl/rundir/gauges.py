@@ -12,7 +12,7 @@ from podrl.mappings import LogRecord
 from podrl.storage.regular import regular
 
 _STARTS = "starts.jsonl"
-PLAN = "plan.json"  # in a run directory: the plan that log.plan names
+PLAN = "plan.json"  # file of a run directory with a copy of the plan that log.plan names
 _BEGINNING = ("time/start-up", "time/restoring", "time/opening the run directory")
 # The kind of lost time (time outside useful steps) that each metric measures.
 _LOST_TIME = {

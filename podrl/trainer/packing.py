@@ -161,13 +161,13 @@ class Placement:
 
     @functools.cached_property
     def _source(self) -> tuple[Int[np.ndarray, " X"], Int[np.ndarray, " X"]]:
-        """Lists (sample, index in the sample's row) of the tokens of `_tokens`."""
+        """Returns, for each token of `_tokens`, its sample and its index in that sample's row."""
         sequence_X, offset_X, _ = self._tokens
         return self.pieces.sample_B[sequence_X], self.pieces.begin_B[sequence_X] + offset_X
 
     @functools.cached_property
     def _own(self) -> Bool[np.ndarray, " X"]:
-        """Marks the tokens of `_tokens` that a sequence does not share."""
+        """Marks the tokens of `_tokens` that their sequence does not take from its parent."""
         return self._tokens[1] >= self.shared_B[self._tokens[0]]
 
     def scatter(

@@ -39,7 +39,7 @@ async def add(query: str) -> str:
 
 @server.tool()
 async def slow(query: str) -> str:
-    """Waits so many seconds."""
+    """Waits for the number of seconds that the query states."""
     await asyncio.sleep(float(query))
     return f"waited {query}"
 

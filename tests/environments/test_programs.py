@@ -317,7 +317,7 @@ def test_a_program_whose_sample_waits_for_the_next_window_keeps_no_other_from_st
 
 
 def test_no_more_processes_wait_for_episodes_than_may_run(tmp_path):
-    """Episodes that rest between windows have processes beside these."""
+    """An episode that rests between windows has a process of its own, which does not count here."""
 
     class Runner:
         killed = False

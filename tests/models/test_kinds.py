@@ -28,7 +28,7 @@ def model():
 
 
 def hidden(params, config, tokens_BT, **how):
-    """Computes the hidden states of rows of one segment; compiled whole, which takes less than each operation alone."""
+    """Computes the hidden states of rows of one segment, as one program, because single operations compile slower."""
     position_BT = np.broadcast_to(np.arange(tokens_BT.shape[1]), tokens_BT.shape)
     forward = jax.jit(lambda params, *row: decoder.hidden(params, *row, config, **how))
     return forward(params, tokens_BT, np.ones_like(position_BT), position_BT)
