@@ -280,8 +280,8 @@ except ValueError as error:
 def check_flags(config: str, extra: Sequence[str], code: Code | None = None) -> None:
     """Refuses podrl's flags that podrl itself cannot parse. A process of its own asks podrl, and starts no device.
 
-    If podrl, a module that it or the configuration needs, or a configuration of the image is not on this machine, a line
-    on standard error says that only the hosts check the flags.
+    If podrl, a module that it or the configuration needs, or a configuration of the image is not on this machine, a
+    line on standard error says that only the hosts check the flags.
 
     Args:
       config: value of podrl's --config.

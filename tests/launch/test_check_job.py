@@ -1,10 +1,18 @@
 """Jobs that would fail when their pods start are refused before anything is submitted."""
 
+import math
+import pathlib
+import re
+import shlex
+import string
+
 import pytest
 
 from launch import gke, submission, xpk
 from podrl.data.config import EMBEDDED
 from podrl.job.config import SCRATCH
+from podrl.job.config_file import find_config, load_config
+from podrl.mesh.build import parse_mesh
 from podrl.storage import hub
 
 GEMMA, PLACES = (
@@ -118,6 +126,22 @@ def test_flags_that_cannot_be_checked_here_are_left_to_the_hosts(tmp_path, capsy
     first, second = capsys.readouterr().err.splitlines()
     assert "checked on the hosts only" in first and "a_module_of_the_image" in first
     assert second.endswith("/of/the/image.py is not here.")
+
+
+def test_the_commands_of_the_page_write_both_manifests(capsys):
+    """The plan of the page compiles for minutes: tests/plan has those, and here its machines are those of the job."""
+    page = (pathlib.Path(__file__).parents[2] / "docs" / "clusters.md").read_text()
+    block = page.partition("## Qwen 3 8B on v5p")[2].partition("```bash\n")[2].partition("```")[0]
+    names = dict(re.findall(r'export (\w+)="(.*)"', block))
+    commands = [shlex.split(string.Template(x).substitute(names)) for x in block.splitlines() if x.startswith("python")]
+    plan, *launchers = commands
+    values = load_config(find_config(plan[3].removeprefix("--config="))).to_dict()
+    assert plan[4:6] == ["--trainer=v5p:2x2x2", "--rollout=v5p:2x2x2"]
+    assert [math.prod(parse_mesh(values["roles"][role]["mesh"])) for role in ("trainer", "rollout")] == [8, 8]
+    assert [words[2] for words in launchers] == ["launch.gke", "launch.xpk"]
+    for words, launcher in zip(launchers, (gke, xpk), strict=True):
+        assert launcher.main(words[3:]) == 0
+        assert "grpo_qwen.py:qwen3_8b_v5p16" in capsys.readouterr().out
 
 
 def test_every_launcher_checks_the_flags_behind_the_dashes(capsys):
