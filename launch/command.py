@@ -8,7 +8,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from .submission import Code
 
@@ -34,6 +34,14 @@ class _Help(argparse.RawDescriptionHelpFormatter):
         return f"{action.help} (default: %(default)s)"
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says of an argument that it does not know where podrl's own flags belong."""
+
+    def error(self, message: str) -> NoReturn:
+        unknown = message.startswith("unrecognized arguments")
+        super().error(message + (" (podrl's own flags go after --, at the end: ... -- --config.KEY=VALUE)" * unknown))
+
+
 def make_parser(launcher: str, description: str | None) -> argparse.ArgumentParser:
     """Makes the parser of a launcher, without options: --help shows every default.
 
@@ -42,7 +50,7 @@ def make_parser(launcher: str, description: str | None) -> argparse.ArgumentPars
       description: text above the list of options.
     """
     prog = f"python -m {__package__}.{launcher}"
-    return argparse.ArgumentParser(prog=prog, description=description, formatter_class=_Help)
+    return _Parser(prog=prog, description=description, formatter_class=_Help)
 
 
 def podrl_command(config: str, workdir: str, extra: Sequence[str], code: Code | None = None) -> list[str]:

@@ -379,6 +379,7 @@ def main(argv: Sequence[str]) -> int:
         secret = channel_secret(args)
         code = submission.read_code(args.code) if args.code else None
         documents = [manifest(args, extra, code)]
+        submission.check_flags(args.config, extra, code)
         if not args.host_network:
             documents.insert(0, network_policy(args))
         shown = "---\n".join(map(to_yaml, documents))

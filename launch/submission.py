@@ -15,6 +15,7 @@ import pathlib
 import posixpath
 import re
 import runpy
+import subprocess
 import sys
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -259,6 +260,54 @@ def check_job(config: str, extra: Sequence[str], chips: Mapping[str, int], *, co
             )
 
 
+_CHECK = """
+import importlib.util, sys
+needed = ("absl", "jax", "ml_collections", "podrl")
+if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
+    print(*missing, "not installed")
+    sys.exit(4)
+from podrl.launch import check_flags
+try:
+    check_flags(["launch", *sys.argv[1:]])
+except ValueError as error:
+    if isinstance(error.__cause__, ImportError):  # the configuration imports a module that only the image has
+        print(error)
+        sys.exit(4)
+    sys.exit(str(error))
+"""
+
+
+def check_flags(config: str, extra: Sequence[str], code: Code | None = None) -> None:
+    """Refuses podrl's flags that podrl itself cannot parse. A process of its own asks podrl, and starts no device.
+
+    If podrl, a module that it or the configuration needs, or a configuration of the image is not on this machine, a
+    line on standard error says that only the hosts check the flags.
+
+    Args:
+      config: value of podrl's --config.
+      extra: further podrl flags.
+      code: the user's code that goes along; None for none.
+
+    Raises:
+      ValueError: podrl refuses the configuration file or a flag.
+    """
+    file = config.partition(":")[0]
+    if os.path.isabs(file) and not os.path.exists(file):
+        sys.stderr.write(f"podrl's own flags are checked on the hosts only: {file} is not here.\n")
+        return
+    root = pathlib.Path(__file__).resolve().parents[(__package__ or "").count(".") + 1]
+    folder = code.directory.resolve() if code else pathlib.Path.cwd()
+    paths = [str(root), *([str(folder)] if code else []), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", _CHECK, f"--config={config}", *extra]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode == 1 and "Traceback" not in done.stderr:
+        raise ValueError(done.stderr.strip().rpartition("\n")[2])
+    if done.returncode:
+        why = done.stdout if done.returncode == 4 else done.stderr[-500:]
+        sys.stderr.write(f"podrl's own flags are checked on the hosts only: {why.strip()}\n")
+
+
 def _settings_in(extra: Sequence[str]) -> dict[str, str]:
     """Reads the settings among podrl's flags, in each form that podrl accepts: with or without '--config.' and '='."""
     found: dict[str, str] = {}
@@ -361,7 +410,9 @@ def main(argv: Sequence[str]) -> int:
     podrl_flags = dict(flag.removeprefix("--").split("=", 1) for flag in extra if re.match(r"--\w+=", flag))
     try:
         code = read_code(flags["code"]) if "code" in flags else None
-        check_job(podrl_flags.get("config", ""), extra, {}, code=code)
+        config = podrl_flags.get("config", "")
+        check_job(config, extra, {}, code=code)
+        check_flags(config, [flag for flag in extra if not flag.startswith("--config=")], code)
         if code is not None:
             if not podrl_flags.get("workdir", "").startswith("gs://"):
                 raise ValueError(

@@ -286,6 +286,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         code = submission.read_code(args.code) if args.code else None
         words = xpk_command(args, extra, code)
+        if not args.headless:
+            submission.check_flags(args.config, extra, code)
     except ValueError as error:
         sys.stderr.write(f"launch.xpk: {error}\n")
         return 1

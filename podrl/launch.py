@@ -57,7 +57,7 @@ _NUMBERS = {
     "heartbeat_s": (float, 1.0),
 }
 _KEY = re.compile(r"-{0,2}(?!config\.)[a-z]\w*(\.[a-z]\w*)+=")  # a key of the configuration without --config.
-_SWITCHES = ("dry_run", "shared_workdir", "debug", "help", "helpfull", "h")
+_SWITCHES = ("dry_run", "all_settings", "shared_workdir", "debug", "help", "helpfull", "h")
 _COMMAND = "PODRL_COMMAND"  # environment variable that passes the user's command to the processes of a local pod
 
 _WORKDIR = flags.DEFINE_string(
@@ -87,6 +87,11 @@ flags.DEFINE_string(
     "Print all configuration keys with range and meaning, or only the keys that begin with this text.",
 )
 _DRY_RUN = flags.DEFINE_bool("dry_run", False, "Print configuration, roles and batch arithmetic, and start nothing.")
+_ALL_SETTINGS = flags.DEFINE_bool(
+    "all_settings",
+    False,
+    "With --dry_run: print every setting as JSON, not only those that differ from their defaults.",
+)
 _TOPOLOGY = flags.DEFINE_enum(
     "topology",
     "auto",
@@ -212,6 +217,8 @@ def _check_overrides(argv: Sequence[str], config: ConfigDict) -> None:
             if not isinstance(group, ConfigDict) or key not in group:
                 known = list(group) if isinstance(group, ConfigDict) else []
                 where = ".".join(["config", *path.split(".")[:i]])
+                if path in flags.FLAGS:
+                    raise ValueError(f"config has no key {key!r}, which is a flag of its own: write --{path}=...")
                 if removed := former(path):
                     raise ValueError(f"{where} has no key {key!r}: {removed}")
                 hint = "" if i else other_section(key, config.algorithm)
@@ -224,18 +231,19 @@ def _check_overrides(argv: Sequence[str], config: ConfigDict) -> None:
             raise ValueError(f"{arg}: config.{path} is a group of keys; set one of them: {', '.join(group)}.")
 
 
-def _find_cluster(argv: Sequence[str], *, joins: bool = False) -> detect.Cluster:
+def _find_cluster(argv: Sequence[str], *, joins: bool = False, planned: bool = False) -> detect.Cluster:
     """Determines this process's place in the cluster, or in its own slice if it joins another job.
 
     Args:
       argv: the command line, each argument as --name=value.
       joins: True if the process joins a running job.
+      planned: True if a dry run shows a pod of several processes, of which none is started.
 
     Raises:
       ValueError: settings that cannot work in this cluster.
     """
     # Nobody joins a dry run, which checks the job on this process's devices.
-    alone = joins or (_splits(argv) and _switched_on(argv, "dry_run") and "PODRL_CHANNEL" not in os.environ)
+    alone = joins or planned or (_splits(argv) and _switched_on(argv, "dry_run") and "PODRL_CHANNEL" not in os.environ)
     topology = "auto" if alone else _early(argv, "topology", "auto", prefix="--")
     flags = {name: _early(argv, name, "", prefix="--") for name in detect.CLUSTER_FLAGS}
     metadata = {} if any(flags.values()) else detect.tpu_vm_metadata(os.environ)
@@ -292,6 +300,11 @@ def _hosts_of_pod(argv: Sequence[str], config: ConfigDict, processes: int) -> ro
       ValueError: the configuration's lists of hosts do not fit the number of processes.
     """
     trainer, rollout, mesh, evaluates = _hosts(argv, config)
+    if (topology := _early(argv, "topology", "auto", prefix="--")) not in ("auto", "shared", "split"):
+        raise ValueError(
+            f"--local_processes={processes} makes a pod of several processes, and --topology={topology} does not: "
+            "say --topology=shared (as auto does here) or --topology=split."
+        )
     roles.check_evaluation_hosts(evaluates, split=_splits(argv))
     return roles.assign(trainer, rollout, processes, mesh, evaluates)
 
@@ -358,6 +371,29 @@ def resolve(config: ConfigDict, argv: Sequence[str]) -> tuple[ConfigValues, list
     return resolved, extra
 
 
+def check_flags(argv: Sequence[str]) -> None:
+    """Refuses a command line with an unknown flag or key, or with a value that its key cannot hold; starts no device.
+
+    The launchers call this, in a process of its own, before they submit a job.
+
+    Args:
+      argv: the command line, the program's name first.
+
+    Raises:
+      ValueError: the command line cannot be parsed.
+    """
+    name, rest = take_config(argv)
+    _check_numbers(rest)
+    _, extra = resolve(load_config(find_config(name)), rest)
+    _refuse_arguments(extra)
+
+
+def _refuse_arguments(extra: Sequence[str]) -> None:
+    """Refuses arguments that are not flags."""
+    if extra:
+        raise ValueError(f"Arguments {list(extra)} are not flags: every option starts with --, lists are quoted.")
+
+
 def _run(argv: Sequence[str], joined: list[Pod]) -> int:
     """Runs the command and returns its exit code; appends the job's pod to `joined` if there are several processes."""
     if {"--help", "--helpfull", "-h"} & set(argv):
@@ -378,12 +414,17 @@ def _run(argv: Sequence[str], joined: list[Pod]) -> int:
     config = load_config(path)
     processes = _early(rest, "local_processes", 0, prefix="--")
     leader = _early(rest, "join", "", prefix="--")
-    dry = _switched_on(rest, "dry_run")
+    dry, hosts, share = _switched_on(rest, "dry_run"), None, 0
     if processes > 1 and not leader and "PODRL_PLATFORM" not in os.environ:
         if not dry:
             return _start_pod(rest, path, config, processes)
-        _hosts_of_pod(rest, config, processes)
-    cluster = _find_cluster(rest, joins=bool(leader))
+        share, hosts = _share_of_devices(rest, config, processes), _hosts_of_pod(rest, config, processes)
+        local_pod.check_memory(processes)
+    elif processes == 1 and _splits(rest) and not leader and "PODRL_CHANNEL" not in os.environ:
+        raise ValueError(
+            "--local_processes=1 with --topology=split leaves no process that generates: start at least 2 processes."
+        )
+    cluster = _find_cluster(rest, joins=bool(leader), planned=hosts is not None)
     devices = _early(rest, "fake_devices", config.get("fake_devices", 0))
     if leader and processes > 1:
         devices = _share_of_devices(rest, config, processes)
@@ -405,18 +446,18 @@ def _run(argv: Sequence[str], joined: list[Pod]) -> int:
     from podrl.job import job  # after the environment is prepared: this imports jax
 
     values, extra = resolve(config, rest)
-    if extra:
-        raise ValueError(f"Arguments {extra} are not flags: every option starts with --, lists are quoted.")
+    _refuse_arguments(extra)
     workdir = _WORKDIR.value or default_workdir(path)
     if not _DEBUG.value:  # these libraries log tracebacks of failures that podrl.runtime reports in one line
         for noisy in ("absl", "gcsfs", "google", "asyncio"):
             logging.getLogger(noisy).setLevel(logging.CRITICAL)
     if _DRY_RUN.value:
-        if processes > 1:
-            print(f"This dry run shows one process and its devices; the job prints the roles of all {processes}.")
-        elif _splits(rest):
-            print("This dry run shows one process; the job itself needs --local_processes=2 or more, or several hosts.")
-        return job.dry_run(values, workdir)
+        if _splits(rest) and hosts is None:
+            print(
+                "These are the roles of one process. --local_processes=N shows those of N hosts with --topology=split."
+            )
+        pod = job.PlannedPod(hosts, share, _splits(rest)) if hosts else None
+        return job.dry_run(values, workdir, pod, all_settings=_ALL_SETTINGS.value)
     command = os.environ.get(_COMMAND) or _command_line(argv)
     pod = joined[0] if joined else None
     return job.run(values, workdir, command=command, pod=pod, profile=_PROFILE.value, code=_CODE.value)

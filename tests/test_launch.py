@@ -3,6 +3,7 @@
 import ast
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -13,6 +14,7 @@ from podrl.data.config import SourceConfig
 from podrl.data.template import SYSTEM_PROMPT
 from podrl.job.config import check_text, complete, quoted, with_prompt_length
 from podrl.launch import find_config, take_config
+from podrl.rundir.run import check_workdir
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 _ENV = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
@@ -115,12 +117,40 @@ def test_a_dry_run_of_a_pod_checks_its_hosts_and_starts_none(tmp_path):
     pod = ("--config=grpo_gemma.py", "--dry_run", "--topology=split", "--local_processes=3")
     done = _launch(tmp_path, *pod, "--config.roles.eval.hosts=2")
     assert done.returncode == 0, done.stderr
-    assert (
-        "This dry run shows one process and its devices; the job prints the roles of all 3." in done.stdout
-        and "Batch arithmetic" in done.stdout
-    )
-    done = _launch(tmp_path, *pod, "--config.roles.trainer.hosts=0-5")
-    assert done.returncode == 1 and "hosts [3, 4, 5] are not in this job" in done.stderr
+    assert "Roles of 3 hosts with 2 devices each (topology=split)" in done.stdout, done.stdout
+    for row in (r"trainer +│ +fsdp=2 │ +2 │", r"rollout +│ +data=2 │ +2 │", r"eval .* host 2 │"):
+        assert re.search(row, done.stdout), row
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--local_processes=3", "--config.roles.trainer.hosts=0-5"], "hosts [3, 4, 5] are not in this job"),
+        (["--local_processes=3", "--config.roles.trainer.mesh=fsdp=8"], "needs 8 devices, hosts 0-1 have 4"),
+        (["--local_processes=3", "--config.roles.rollout.mesh=data=4"], "needs 4 devices, and the host has 2."),
+        (["--local_processes=1"], "leaves no process that generates: start at least 2"),
+        (["--local_processes=3", "--topology=single"], "--topology=single does not"),
+        (["--local_processes=3", "--config.topology=split"], "which is a flag of its own: write --topology="),
+    ],
+)
+def test_a_pod_that_cannot_be_is_refused_in_one_sentence(tmp_path, args, message):
+    done = _launch(tmp_path, "--config=grpo_gemma.py", "--dry_run", "--topology=split", *args)
+    assert done.returncode == 1 and message in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+
+
+@pytest.mark.parametrize("place", ["file", "file/run"])
+def test_a_dry_run_refuses_a_workdir_that_cannot_be_made(tmp_path, place):
+    (tmp_path / "file").touch()
+    done = _launch(tmp_path, "--config=grpo_gemma.py", "--dry_run", f"--workdir={place}")
+    assert done.returncode == 1
+    assert f"--workdir={place} cannot be a run directory ({tmp_path}/file is not a directory)" in done.stderr
+
+
+def test_a_directory_that_cannot_be_written_is_no_workdir(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda place, mode: pathlib.Path(place) != tmp_path)  # tests may run as root
+    with pytest.raises(ValueError, match=f"cannot be a run directory \\({tmp_path} cannot be written\\)"):
+        check_workdir(tmp_path / "a" / "b")
+    check_workdir("gs://bucket/run")
 
 
 def test_a_dry_run_prints_roles_and_arithmetic_and_writes_nothing(tmp_path):
@@ -128,6 +158,9 @@ def test_a_dry_run_prints_roles_and_arithmetic_and_writes_nothing(tmp_path):
     assert done.returncode == 0, done.stderr
     for text in ("trainer", "fsdp=4", "rollout", "data=4", "16 x 4", "advantage:", "token-mean"):
         assert text in done.stdout, text
+    settings, _, _ = done.stdout.partition("Roles (")
+    assert "  grpo.num_generations=4\n" in settings and "grpo.beta" not in settings, "defaults are not listed"
+    assert "topology=split" not in done.stdout
     assert list(tmp_path.iterdir()) == []
 
 
@@ -144,7 +177,7 @@ def test_an_override_with_none_empties_a_number(tmp_path):
     # The recipe counts prompts per micro-batch; a number of sequences can only replace that number.
     emptied = ["--config.trainer.train_micro_batch_size=None", "--config.trainer.micro_batch_sequences=8"]
     last = ["--config.rollout.top_p=None", "--config.rollout.top_p=0.5"]  # the last value counts
-    done = _launch(tmp_path, "--config=grpo_gemma.py:gemma2_2b_v5e16", "--dry_run", *emptied, *last)
+    done = _launch(tmp_path, "--config=grpo_gemma.py:gemma2_2b_v5e16", *emptied, *last, "--dry_run", "--all_settings")
     assert '"train_micro_batch_size": null' in done.stdout and '"top_p": 0.5' in done.stdout, done.stderr
     done = _launch(tmp_path, "--config=grpo_gemma.py", "--dry_run", "--config.seed=None")
     assert done.returncode == 1 and "seed=None must be a whole number in" in done.stderr

@@ -16,14 +16,14 @@ from podrl.data.mixture import split
 from podrl.data.pipeline import replaced_fields, system_prompt, takes_system_prompt, task_fields
 from podrl.job.config import Job
 from podrl.job.evaluation import unmeasured
-from podrl.job.placement import Meshes, RolesConfig
+from podrl.job.placement import Meshes, PlannedPod, RolesConfig
 from podrl.job.weights import copies, model_of
 from podrl.learner.no_updates import no_update_reasons, no_update_reasons_on_samples
 from podrl.mappings import JsonObject
 from podrl.mesh.build import describe_mesh
 from podrl.models import moe
 from podrl.rundir.about import About, Table, print_about
-from podrl.runtime.pod import Pod
+from podrl.runtime.pod import LEADER, Pod
 from podrl.runtime.roles import EVAL, ROLLOUT, TRAINER
 from podrl.trainer.pack_shape import PackShape
 
@@ -37,14 +37,17 @@ def device_line() -> str:
 
 
 def role_rows(
-    on: Meshes, auxiliary: Mapping[str, str], pod: Pod | None = None, roles: RolesConfig = _DEFAULT_ROLES
+    on: Meshes,
+    auxiliary: Mapping[str, str],
+    pod: Pod | PlannedPod | None = None,
+    roles: RolesConfig = _DEFAULT_ROLES,
 ) -> list[list[str]]:
     """Makes one row per role: its mesh, its devices, and its processes.
 
     Args:
       on: meshes of all roles.
       auxiliary: descriptions of the roles 'critic', 'teacher' and 'reward', as far as the job has them.
-      pod: the job's processes; None for one process.
+      pod: the job's processes, or those that a dry run plans; None for one process.
       roles: the configured meshes, and hosts for evaluations.
     """
     evaluation = roles.eval
@@ -54,7 +57,7 @@ def role_rows(
         **auxiliary,
     }
     table, of_hosts = [], {}
-    if pod is not None and pod.seat.disposable:  # no other process sees the devices of a rollout host
+    if isinstance(pod, Pod) and pod.seat.disposable:  # no other process sees the devices of a rollout host
         given, count = roles.rollout.mesh, pod.seat.hosts.replica
         each = f"of every {count} hosts" if count > 1 else "of every host"
         of_hosts[ROLLOUT] = of_hosts["reward"] = f"{'data=-1' if given == 'auto' else given} {each}"
@@ -66,20 +69,27 @@ def role_rows(
             continue
         mesh: Mesh = getattr(on, role)
         ids = _ranges([d.id for d in mesh.devices.flat])
-        table.append([role, describe_mesh(mesh), f"{mesh.size}", ids, _processes(role, pod), what])
+        shape, count = describe_mesh(mesh), f"{mesh.size}"
+        if isinstance(pod, PlannedPod) and pod.split and role in (ROLLOUT, "reward"):
+            copies, ids = len(pod.hosts.heads), ""
+            shape, count = (f"{shape} each", f"{copies} x {count}") if copies > 1 else (shape, count)
+        table.append([role, shape, count, ids, _processes(role, pod), what])
     if evaluation.hosts:
         process = f"hosts {evaluation.hosts}" if pod is None else _processes(EVAL, pod)
         table.append([EVAL, "as a rollout host", "", "", process, "evaluation and nothing else"])
     return table
 
 
-def _processes(role: str, pod: Pod | None, shown: int = 8) -> str:
+def _processes(role: str, pod: Pod | PlannedPod | None, shown: int = 8) -> str:
     """Lists the processes of a role: '4711', or host numbers with process id (and machine, if it is not this one)."""
     if pod is None:
         return f"{os.getpid()}"
-    all_hosts = pod.seat.hosts
+    all_hosts = pod.hosts if isinstance(pod, PlannedPod) else pod.seat.hosts
     of_trainer = dict.fromkeys((TRAINER, "critic", "teacher"), all_hosts.trainer)
     hosts = {**of_trainer, EVAL: all_hosts.eval}.get(role, all_hosts.rollout)
+    if isinstance(pod, PlannedPod):
+        name = f"host{'s' * (len(hosts) > 1)} {_ranges(hosts)}"
+        return name + (f"; host {LEADER} leads" if role == TRAINER and len(hosts) > 1 else "")
     here, names = socket.gethostname(), []
     for host in [host for host in hosts if host in pod.ids][:shown]:
         number, machine = pod.ids[host]
@@ -99,14 +109,22 @@ def _ranges(ids: Sequence[int]) -> str:
 
 
 def print_plan(
-    console: rich.console.Console, job: Job, on: Meshes, workdir: str, pod: Pod | None = None, *, dry: bool = False
+    console: rich.console.Console,
+    job: Job,
+    on: Meshes,
+    workdir: str,
+    pod: Pod | PlannedPod | None = None,
+    *,
+    dry: bool = False,
 ) -> None:
     """Prints the tables that a run starts with, and that a dry run ends with."""
     if not console.quiet:
         print_about(console, about_job(job, on, pod))
     if not job.kind.offline and not console.quiet:
-        for line in (*weight_lines(job, on, pod, dry=dry), *data_lines(job)):
+        for line in (*weight_lines(job, on, pod), *data_lines(job)):
             console.print(line)
+    if pod is not None and job.roles.colocated:
+        console.print("Warning: roles.colocated=True has no effect in a pod, where every host has one role.")
     if dry:  # a run itself warns at its start
         for text in no_update_lines(job):
             console.print(f"Warning: {text}")
@@ -121,18 +139,22 @@ def no_update_lines(job: Job) -> list[str]:
     return no_update_reasons_on_samples(job.trainer, *of_job, steps=job.max_steps)
 
 
-def about_job(job: Job, on: Meshes, pod: Pod | None = None, code: str = "") -> About:
+def about_job(job: Job, on: Meshes, pod: Pod | PlannedPod | None = None, code: str = "") -> About:
     """Makes the page about a job: roles, batch arithmetic, sources of data and formula.
 
     Args:
       job: the job.
       on: meshes of all roles.
-      pod: the job's processes; None for one process.
+      pod: the job's processes, or those that a dry run plans; None for one process.
       code: URL of the user's code, with its SHA-256; '' for none.
     """
     header = ["role", "mesh", "devices", "ids", "process", "does"]
     rows = role_rows(on, _auxiliary_models(job), pod, job.roles)
-    tables = [Table(f"Roles ({device_line()})", header, rows)]
+    title = f"Roles ({device_line()})"
+    if isinstance(pod, PlannedPod):
+        processes, topology = plural(pod.hosts.count, "host"), "split" if pod.split else "shared"
+        title = f"Roles of {processes} with {plural(pod.share, 'device')} each (topology={topology})"
+    tables = [Table(title, header, rows)]
     rows = offline_rows(job, on) if job.kind.offline else batch_rows(job, on)
     tables.append(Table("Batch arithmetic", ["what", "number", "from"], rows))
     if job.data.sources:
@@ -142,16 +164,16 @@ def about_job(job: Job, on: Meshes, pod: Pod | None = None, code: str = "") -> A
     return About(tables, [*lines, *sent])
 
 
-def weight_lines(job: Job, on: Meshes, pod: Pod | None, *, dry: bool) -> list[str]:
-    """Describes the copies of the weights besides the trained ones; a dry run does not know the topology."""
+def weight_lines(job: Job, on: Meshes, pod: Pod | PlannedPod | None) -> list[str]:
+    """Describes the copies of the weights besides the trained ones."""
     if not job.model.path and not job.model.size:
         return []
-    trees, split = copies(job, on.trainer, on.rollout), pod is not None and pod.seat.disposable
+    trees = copies(job, on.trainer, on.rollout)
     generating = f"Weights of a rollout device while it generates: {trees.of_rollout()} in all."
-    kept = f"trainer device keeps for other hosts {trees.of_trainer()} in all."
-    if dry:
-        return [generating, *([] if job.roles.colocated else [f"With topology=split a {kept}"])]
-    return [f"A {kept}"] if split else [generating]
+    kept = f"A trainer device keeps for other hosts {trees.of_trainer()} in all."
+    if isinstance(pod, PlannedPod):  # the page speaks for all hosts, that of a running host for itself
+        return [generating, *([kept] if pod.split else [])]
+    return [kept] if pod is not None and pod.seat.disposable else [generating]
 
 
 def _sources(job: Job) -> Table:

@@ -26,7 +26,7 @@ from podrl.environments.config import EnvironmentConfig
 from podrl.job import alike, describe
 from podrl.job.config import SCRATCH, Job, ModelSource, ScratchModel, parse, unset, with_prompt_length
 from podrl.job.evaluation import held_out, make_evaluator, unmeasured
-from podrl.job.placement import Meshes, meshes
+from podrl.job.placement import Meshes, PlannedPod, meshes
 from podrl.job.ready import check_all, check_environments, check_fit, check_models, check_records, check_rewards
 from podrl.learner.evaluate import EvalConfig
 from podrl.learner.learner import GRPOLearner, PPOLearner, learn_answers
@@ -47,7 +47,7 @@ from podrl.rundir.about import write_about
 from podrl.rundir.console import make_console
 from podrl.rundir.metrics import LogConfig
 from podrl.rundir.profiler import Profiler, parse_steps
-from podrl.rundir.run import Run
+from podrl.rundir.run import Run, check_workdir
 from podrl.runtime.message import Message
 from podrl.runtime.pod import LEADER, Pod
 from podrl.runtime.roles import ROLLOUT, TRAINER
@@ -60,8 +60,14 @@ from podrl.view.report import write_ending
 _log = logging.getLogger("podrl.job")
 
 
-def dry_run(values: ConfigValues, workdir: str) -> int:
-    """Prints the resolved configuration, the role table and the batch arithmetic.
+def dry_run(values: ConfigValues, workdir: str, pod: PlannedPod | None = None, *, all_settings: bool = False) -> int:
+    """Prints the settings that differ from their defaults, the role table and the batch arithmetic.
+
+    Args:
+      values: the configuration, as plain nested mappings.
+      workdir: the run directory, local or gs://.
+      pod: the processes of the job; None for one process.
+      all_settings: True to print every setting, as JSON.
 
     Raises:
       ValueError: the run itself would be refused. An empty model.path is such a reason, and is reported last.
@@ -69,12 +75,18 @@ def dry_run(values: ConfigValues, workdir: str) -> int:
     console = make_console()
     sized = values["rollout"]["max_prompt_length"] or not values["model"]["path"]
     job = parse(with_prompt_length(values, () if sized else tools_of_prompts(values)))
-    console.print(json.dumps(job.as_mapping(), indent=2, default=str))
-    describe.print_plan(console, job, meshes(job.roles), workdir, dry=True)
+    mine, defaults = identity.plain(job.as_mapping()), identity.plain(unset(job.algorithm))
+    if all_settings:
+        console.print(json.dumps(mine, indent=2))
+    else:
+        console.print("Settings that differ from their defaults (all settings: --all_settings):")
+        for key, _, value in identity.differences(defaults, mine, {}):
+            console.print(f"  {key}={json.dumps(value, ensure_ascii=False)}")
+    describe.print_plan(console, job, pod.meshes(job.roles) if pod else meshes(job.roles), workdir, pod, dry=True)
+    check_workdir(workdir)
     if values["model"]["path"]:
         check_all(job)
         if pathlib.Path(workdir).is_dir() and not hub.names(values):  # the run has commits beside names of the hub
-            mine, defaults = identity.plain(job.as_mapping()), identity.plain(unset(job.algorithm))
             for sentence in identity.compare(workdir, pathlib.Path(workdir), mine, defaults):
                 console.print(sentence)
     else:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -137,6 +138,55 @@ class Meshes:
         return self.own_teacher or self.trainer
 
 
+@dataclasses.dataclass(frozen=True)
+class PlannedDevice:
+    """A device of a pod that is planned and not started, as far as meshes read it.
+
+    Attributes:
+      id: number of the device in the pod.
+      process_index: number of its process in the pod.
+      device_kind: kind of the device.
+      platform: jax's name of the backend.
+    """
+
+    id: int
+    process_index: int
+    device_kind: str = "cpu"
+    platform: str = "cpu"
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedPod:
+    """The processes of a pod that is planned and not started.
+
+    Attributes:
+      hosts: role of every process.
+      share: number of devices of each process.
+      split: True if trainers and rollouts are separate clusters (topology=split).
+    """
+
+    hosts: Hosts
+    share: int
+    split: bool
+
+    def meshes(self, roles: RolesConfig) -> "Meshes":
+        """Builds the meshes of all roles; under topology=split the rollout's mesh is that of one replica.
+
+        Raises:
+          ValueError: a mesh does not fit its devices.
+        """
+
+        def of(processes: Sequence[int]) -> Any:
+            return [PlannedDevice(self.share * p + i, p) for p in processes for i in range(self.share)]
+
+        hosts = self.hosts
+        if not self.split:
+            return _of_clusters(roles, of(hosts.trainer), of(hosts.rollout))
+        on = _of_trainers(roles, of(hosts.trainer))
+        theirs = _of_a_rollout_cluster(roles, hosts, of(hosts.replica_of(hosts.rollout[0])))
+        return dataclasses.replace(on, rollout=theirs.rollout, reward=theirs.reward)
+
+
 def meshes(roles: RolesConfig, hosts: Hosts | None = None, *, split: bool = False, role: str = TRAINER) -> Meshes:
     """Builds the meshes of all roles.
 
@@ -151,36 +201,59 @@ def meshes(roles: RolesConfig, hosts: Hosts | None = None, *, split: bool = Fals
     """
     devices = jax.devices()
     if hosts is not None and split and role != TRAINER:
-        return _of_a_rollout_cluster(roles, hosts)
+        own = jax.process_index() // hosts.replica
+        return _of_a_rollout_cluster(roles, hosts, [d for d in devices if d.process_index // hosts.replica == own])
     if hosts is not None and split:
-        mine, values = _cut(devices, roles.critic, "critic", TRAINER)
-        mine, teaches = _cut(mine, roles.teacher, "teacher", TRAINER)
-        trainer = _whole(roles.trainer, mine, TRAINER)
-        critic = _own(roles.critic, values, "critic", trainer)
-        return Meshes(trainer, trainer, critic, trainer, _own(roles.teacher, teaches, "teacher", trainer))
+        return _of_trainers(roles, devices)
     if hosts is not None:
         mine, theirs = ([d for d in devices if d.process_index in which] for which in (hosts.trainer, hosts.rollout))
-        mine, values = _cut(mine, roles.critic, "critic", TRAINER)
-        mine, teaches = _cut(mine, roles.teacher, "teacher", TRAINER)
-        theirs, scores = _cut(theirs, roles.reward, "reward", ROLLOUT)
-    elif roles.colocated or len(devices) == 1:
-        mine = theirs = scores = values = teaches = devices
-    else:
-        left, scores = _cut(devices, roles.reward, "reward", ROLLOUT)
-        left, values = _cut(left, roles.critic, "critic", TRAINER)
-        left, teaches = _cut(left, roles.teacher, "teacher", TRAINER)
-        mine, theirs = split_devices(left, roles.trainer.mesh, roles.rollout.mesh)
+        return _of_clusters(roles, mine, theirs)
+    if roles.colocated or len(devices) == 1:
+        return _of_devices(roles, devices, devices, scores=devices, values=devices, teaches=devices)
+    left, scores = _cut(devices, roles.reward, "reward", ROLLOUT)
+    left, values = _cut(left, roles.critic, "critic", TRAINER)
+    left, teaches = _cut(left, roles.teacher, "teacher", TRAINER)
+    mine, theirs = split_devices(left, roles.trainer.mesh, roles.rollout.mesh)
+    return _of_devices(roles, mine, theirs, scores=scores, values=values, teaches=teaches)
+
+
+def _of_trainers(roles: RolesConfig, devices: Sequence[JaxDevice]) -> Meshes:
+    """Builds the meshes of the trainers' cluster; those of the other roles are placeholders."""
+    mine, values = _cut(devices, roles.critic, "critic", TRAINER)
+    mine, teaches = _cut(mine, roles.teacher, "teacher", TRAINER)
+    trainer = _whole(roles.trainer, mine, TRAINER)
+    critic = _own(roles.critic, values, "critic", trainer)
+    return Meshes(trainer, trainer, critic, trainer, _own(roles.teacher, teaches, "teacher", trainer))
+
+
+def _of_clusters(roles: RolesConfig, mine: Sequence[JaxDevice], theirs: Sequence[JaxDevice]) -> Meshes:
+    """Builds the meshes of all roles over the devices of the trainers' hosts and of the rollouts' hosts."""
+    mine, values = _cut(mine, roles.critic, "critic", TRAINER)
+    mine, teaches = _cut(mine, roles.teacher, "teacher", TRAINER)
+    theirs, scores = _cut(theirs, roles.reward, "reward", ROLLOUT)
+    return _of_devices(roles, mine, theirs, scores=scores, values=values, teaches=teaches)
+
+
+def _of_devices(
+    roles: RolesConfig,
+    mine: Sequence[JaxDevice],
+    theirs: Sequence[JaxDevice],
+    *,
+    scores: Sequence[JaxDevice],
+    values: Sequence[JaxDevice],
+    teaches: Sequence[JaxDevice],
+) -> Meshes:
+    """Builds the meshes over the devices of trainer and rollout, and of reward model, critic and teachers."""
     trainer, rollout = _whole(roles.trainer, mine, TRAINER), _whole(roles.rollout, theirs, ROLLOUT)
     reward = _own(roles.reward, scores, "reward", rollout)
     teacher = _own(roles.teacher, teaches, "teacher", trainer)
     return Meshes(trainer, rollout, _own(roles.critic, values, "critic", trainer), reward, teacher)
 
 
-def _of_a_rollout_cluster(roles: RolesConfig, hosts: Hosts) -> Meshes:
+def _of_a_rollout_cluster(roles: RolesConfig, hosts: Hosts, devices: Sequence[JaxDevice]) -> Meshes:
     """Builds the meshes of one rollout replica (mostly one host) or of an evaluation host, over its own devices
     only."""
-    count, own = max(len(hosts.heads), 1), jax.process_index() // hosts.replica
-    devices = [d for d in jax.devices() if d.process_index // hosts.replica == own]
+    count = max(len(hosts.heads), 1)
     mine, scores = _cut(devices, roles.reward, "reward", ROLLOUT, hosts=max(len(hosts.rollout), 1))
     rollout = reward = share_of_mesh(roles.rollout.mesh, mine, count, key="roles.rollout.mesh")
     if roles.reward.mesh != ROLLOUT:

@@ -231,7 +231,8 @@ def share_of_mesh(spec: str, devices: Sequence[JaxDevice], hosts: int, *, key: s
     """
     sizes, total = parse_mesh(spec, key=key, auto="data=-1"), hosts * len(devices)
     if not _fits(sizes, total):
-        raise ValueError(f"{key} {spec} needs {_need(sizes)} devices, and {hosts} hosts have {len(devices)} each.")
+        have = f"{hosts} hosts have {len(devices)} each" if hosts > 1 else f"the host has {len(devices)}"
+        raise ValueError(f"{key} {spec} needs {_need(sizes)} devices, and {have}.")
     fixed = math.prod(n for n in sizes if n != REST)
     data, *inner = (total // fixed if n == REST else n for n in sizes)
     if data % hosts:
@@ -342,7 +343,8 @@ def _fill(spec: str, sizes: tuple[int, ...], devices: Sequence[JaxDevice], key: 
 def _faking(sizes: tuple[int, ...], devices: Sequence[JaxDevice]) -> str:
     """Returns a sentence for an error message: how to get enough fake CPU devices; '' for other devices."""
     needed = math.prod(n for n in sizes if n != REST)
-    if needed <= len(devices) or any(getattr(device, "platform", "") != "cpu" for device in devices):
+    fakes = all(isinstance(device, jax.Device) and device.platform == "cpu" for device in devices)
+    if needed <= len(devices) or not fakes:
         return ""
     return f" CPU devices are faked by XLA_FLAGS=--xla_force_host_platform_device_count={needed} before the command."
 

@@ -149,7 +149,7 @@ def changes(theirs: ConfigValues, mine: ConfigValues, defaults: ConfigValues) ->
     refused: list[str] = []
     theirs = _in_sequences(_in_prompts(theirs))
     settings = {key: value for key, value in theirs.items() if key in mine or not isinstance(value, Mapping)}
-    for key, was, now in _differences(settings, mine, defaults):
+    for key, was, now in differences(settings, mine, defaults):
         free = key.startswith(_FREE + _LIMITS) or key.endswith(_DEADLINE)
         note = " (samples that meet this limit may get other rewards than before)" if key.startswith(_LIMITS) else ""
         if key == "trainer.max_steps":
@@ -225,7 +225,7 @@ def _spanned(values: ConfigValues) -> str:
     return f"trainer.warmup_fraction={trainer['warmup_fraction']}" if trainer.get("warmup_fraction") else ""
 
 
-def _differences(
+def differences(
     theirs: object, mine: object, defaults: object, prefix: str = ""
 ) -> Iterator[tuple[str, object, object]]:
     """Yields (key, value in `theirs`, value in `mine`) of every setting that differs."""
@@ -235,6 +235,6 @@ def _differences(
             their_value = (
                 theirs[key] if key in theirs else defaults.get(key, None if isinstance(mine[key], Mapping) else _ABSENT)
             )
-            yield from _differences(their_value, mine.get(key, _ABSENT), defaults.get(key), f"{prefix}{key}.")
+            yield from differences(their_value, mine.get(key, _ABSENT), defaults.get(key), f"{prefix}{key}.")
     elif theirs != mine:
         yield prefix.removesuffix("."), theirs, mine

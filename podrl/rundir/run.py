@@ -30,6 +30,29 @@ OUTSIDE = "outside"  # folder of the outside answers, which a resumed run reads
 _PATIENCE_S = 120.0  # time limit for copying the files of a run directory, which are small
 
 
+def check_workdir(workdir: str | os.PathLike) -> None:
+    """Refuses a local run directory that cannot be made or written, and makes nothing.
+
+    Raises:
+      ValueError: the directory, or the nearest place above it that exists, is no directory or cannot be written.
+    """
+    if is_remote(workdir):
+        return
+    path = pathlib.Path(workdir).absolute()
+    place = next(place for place in (path, *path.parents) if os.path.lexists(place))
+    if not place.is_dir():
+        raise _no_run_directory(workdir, f"{place} is not a directory")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise _no_run_directory(workdir, f"{place} cannot be written")
+
+
+def _no_run_directory(workdir: str | os.PathLike, why: str) -> ValueError:
+    return ValueError(
+        f"--workdir={workdir} cannot be a run directory ({why}): name a directory that can be written, or one that "
+        "does not exist yet."
+    )
+
+
 class Run:
     """Owns the run directory for the length of a `with` block, which may be nested; signals then ask the run to stop.
 
@@ -301,10 +324,7 @@ class Run:
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ValueError(
-                f"--workdir={workdir} cannot be a run directory ({error.strerror}): name a directory that can be "
-                "written, or one that does not exist yet."
-            ) from error
+            raise _no_run_directory(workdir, f"{error.strerror}") from error
         return path
 
     def _close_mirror(self, *, failed: bool) -> None:

@@ -1,10 +1,16 @@
 """Jobs that would fail when their pods start are refused before anything is submitted."""
 
+import math
+import pathlib
+import shlex
+
 import pytest
 
 from launch import gke, submission, xpk
 from podrl.data.config import EMBEDDED
 from podrl.job.config import SCRATCH
+from podrl.job.config_file import find_config, load_config
+from podrl.mesh.build import parse_mesh
 from podrl.storage import hub
 
 GEMMA, PLACES = (
@@ -94,3 +100,59 @@ def test_the_launchers_ask(capsys):
     assert "roles.trainer.mesh=fsdp=8 take 8 chips, and the machines asked for have 16" in capsys.readouterr().err
     assert xpk.main([*own, "--cluster=c", "--machine=v5e:4x4", "--dry_run", "--", PLACES[1]]) == 1
     assert "model.path is empty" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("config", "extra", "message"),
+    [
+        ("grpo_gemma.py", ["--config.trainer.max_stpes=5"], r"no key 'max_stpes'.*'max_steps'"),
+        ("grpo_gemma.py", ["trainer.max_steps=many"], r"trainer\.max_steps=many"),
+        ("grpo_gemma.py", ["--topolgy=split"], r"'topolgy'.*topology"),
+        ("grpo_gema.py", [], r"Did you mean 'grpo_gemma\.py'"),
+    ],
+)
+def test_flags_that_podrl_cannot_parse_are_refused(config, extra, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        submission.check_flags(config, extra)
+    assert "\n" not in str(caught.value)
+
+
+def test_flags_that_cannot_be_checked_here_are_left_to_the_hosts(tmp_path, capsys):
+    (tmp_path / "mine.py").write_text("import a_module_of_the_image\n")
+    submission.check_flags("mine.py", [], submission.read_code(tmp_path))
+    submission.check_flags("/of/the/image.py", [])
+    first, second = capsys.readouterr().err.splitlines()
+    assert "checked on the hosts only" in first and "a_module_of_the_image" in first
+    assert second.endswith("/of/the/image.py is not here.")
+
+
+def test_the_commands_of_the_page_write_both_manifests(capsys):
+    """The plan of the page compiles for minutes: tests/plan has those, and here its machines are those of the job."""
+    page = (pathlib.Path(__file__).parents[2] / "docs" / "clusters.md").read_text()
+    block = page.partition("## Qwen 3 8B on v5p")[2].partition("```bash\n")[2].partition("```")[0]
+    plan, *launchers = (shlex.split(line) for line in block.replace("\\\n", " ").splitlines())
+    values = load_config(find_config(plan[3].removeprefix("--config="))).to_dict()
+    assert plan[4:6] == ["--trainer=v5p:2x2x2", "--rollout=v5p:2x2x2"]
+    assert [math.prod(parse_mesh(values["roles"][role]["mesh"])) for role in ("trainer", "rollout")] == [8, 8]
+    assert [words[2] for words in launchers] == ["launch.gke", "launch.xpk"]
+    for words, launcher in zip(launchers, (gke, xpk), strict=True):
+        assert launcher.main(words[3:]) == 0
+        assert "grpo_qwen.py:qwen3_8b_v5p16" in capsys.readouterr().out
+
+
+def test_every_launcher_checks_the_flags_behind_the_dashes(capsys):
+    typo = ["--", "--config.trainer.max_stpes=5"]
+    job = ["--config=grpo_gemma.py", "--workdir=gs://b/r", "--image=i"]
+    assert gke.main([*job, "--trainer=v6e:2x4", "--rollout=v6e:2x4", *typo]) == 1
+    assert xpk.main([*job, "--cluster=c", "--machine=v6e:4x4", "--dry_run", *typo]) == 1
+    assert submission.main(["--", "--config=grpo_gemma.py", typo[1]]) == 3
+    assert capsys.readouterr().err.count("has no key 'max_stpes'. Did you mean 'max_steps'?") == 3
+
+
+@pytest.mark.parametrize("launcher", [gke, xpk])
+def test_flags_of_podrl_before_the_dashes_are_answered_with_their_place(launcher, capsys):
+    with pytest.raises(SystemExit):
+        own = {gke: ["--trainer=v6e:2x4", "--rollout=v6e:2x4"], xpk: ["--cluster=c", "--machine=v6e:4x4"]}[launcher]
+        job = ["--config=grpo_gemma.py", "--workdir=gs://b/r", "--image=i", *own]
+        launcher.main([*job, "--config.trainer.max_steps=5"])
+    assert "podrl's own flags go after --" in capsys.readouterr().err

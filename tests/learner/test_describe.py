@@ -34,7 +34,7 @@ TELLS = {
 }
 
 
-def planned(name, critic=None, dry=False, **changes):
+def planned(name, critic=None, dry=False, pod=None, **changes):
     """Plans the default configuration with another algorithm: (job, everything a run prints first)."""
     values = load_config(find_config("grpo_gemma.py")).to_dict() | {"algorithm": name}
     values["rollout"] |= {"max_prompt_length": 64}
@@ -45,7 +45,7 @@ def planned(name, critic=None, dry=False, **changes):
     trainer, rollout = make_mesh("fsdp=4", jax.devices()[:4]), make_mesh("data=4", jax.devices()[4:8])
     console = describe_console()
     on = placement.Meshes(trainer, rollout, critic or trainer, rollout)
-    describe.print_plan(console, found, on, "runs/x", dry=dry)
+    describe.print_plan(console, found, on, "runs/x", pod, dry=dry)
     return found, console.file.getvalue()
 
 
@@ -307,21 +307,24 @@ def test_prompts_that_do_not_split_into_mini_batches_are_refused():
 
 def test_the_copies_of_the_weights_are_counted():
     trainer, rollout = make_mesh("fsdp=4", jax.devices()[:4]), make_mesh("data=4", jax.devices()[4:8])
-    found, text = planned("grpo", dry=True, grpo={"max_staleness": 2})
+    hosts = Hosts((0, 1), (2, 3))
+    shared, split = (placement.PlannedPod(hosts, 2, split=is_split) for is_split in (False, True))
+    assert all("trainer device keeps" not in planned("grpo", dry=True, pod=pod)[1] for pod in (None, shared))
+    found, text = planned("grpo", dry=True, pod=split, grpo={"max_staleness": 2})
     held, one = copies(found, trainer, rollout), 4 * parameter_count(model_of(found))
     assert (held.versions, held.generating, held.policy_bytes) == (4, 2, one), "few layers are held one by one, too"
     assert one / 4 <= held.version_bytes < 0.27 * one, "spread over the trainer's devices, but for the norms"
     twice = f"{one / 2**20:.1f} MiB twice, {2 * one / 2**20:.1f} MiB in all."
     assert f"Weights of a rollout device while it generates: {twice}" in text
-    assert "With topology=split a trainer device keeps for other hosts up to 4 versions of" in " ".join(text.split())
+    assert "A trainer device keeps for other hosts up to 4 versions of" in " ".join(text.split())
     found, text = planned("grpo", dry=True, roles={"eval": {"hosts": "3"}})
     assert copies(found, trainer, rollout).versions == 3, "one more, that evaluation hosts pull when they can"
     assert re.search(r"eval +│ +as a rollout host .* hosts 3 │ +evaluation and nothing else", text)
     assert re.search(r"rollout: batched decoding +│", text)
     with pytest.raises(ValueError, match=r"roles\.eval\.hosts='3' .* eval\.problems=0"):
         planned("grpo", roles={"eval": {"hosts": "3"}}, eval={"problems": 0})
-    _, text = planned("grpo", dry=True, roles={"colocated": True})
-    assert "rollout device while it generates" in text and "topology=split" not in text
+    _, text = planned("grpo", dry=True, pod=split, roles={"colocated": True})
+    assert "roles.colocated=True has no effect in a pod" in text
     # Under LoRA only adapters move, and the tensor from which many layers are read is not held twice.
     lora = {"path": "", "size": "gemma2-2b", "lora": {"rank": 4, "pattern": "q"}}
     large, _ = planned("grpo", model=lora, rollout={"data_type": "bfloat16"}, trainer={"max_steps": 1})

@@ -474,7 +474,7 @@ def test_what_a_search_prints_is_what_the_launcher_takes(monkeypatch: pytest.Mon
     printed = [f"--config.{key}" for key in differences(setting, found)]
     assert "--config.trainer.train_micro_batch_size=None" in printed and len(printed) >= 3
     given = ["--config=grpo_gemma.py", "--config.trainer.train_micro_batch_size=2", "--fake_devices=16", *printed]
-    command = [sys.executable, "-m", "podrl.launch", "--dry_run", *given]
+    command = [sys.executable, "-m", "podrl.launch", "--dry_run", "--all_settings", *given]
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert f'"micro_batch_sequences": {found.job.trainer.micro_batch_sequences}' in done.stdout
