@@ -15,6 +15,7 @@ from podrl.data.config import is_generated
 from podrl.data.mixture import split
 from podrl.data.pipeline import replaced_fields, system_prompt, takes_system_prompt, task_fields
 from podrl.job.config import Job
+from podrl.job.doubtful import doubtful
 from podrl.job.evaluation import unmeasured
 from podrl.job.placement import Meshes, RolesConfig
 from podrl.job.weights import copies, model_of
@@ -107,6 +108,9 @@ def print_plan(
     if not job.kind.offline and not console.quiet:
         for line in (*weight_lines(job, on, pod, dry=dry), *data_lines(job)):
             console.print(line)
+    if not console.quiet:
+        for text in doubtful(job):
+            console.print(f"Warning: {text}")
     if dry:  # a run itself warns at its start
         for text in no_update_lines(job):
             console.print(f"Warning: {text}")
