@@ -177,7 +177,7 @@ def data_lines(job: Job) -> list[str]:
         opened = split(data)
     except FileNotFoundError:
         return [f"Data: data.path={data.path} or data.eval_path={data.eval_path} is not here; the run itself needs it."]
-    fields, hidden = dict[str, None](), set[str]()
+    fields, own, hidden = dict[str, None](), set[str](), set[str]()
     before, unused = dict[str, None](), dict[str, None]()
     for part in opened.parts:
         if text := system_prompt(part.config):
@@ -188,10 +188,16 @@ def data_lines(job: Job) -> list[str]:
             before |= {text: None} if True in takes else {}
             unused |= {part.config.path: None} if False in takes else {}
         fields |= dict.fromkeys([*part.fields, *task_fields(part.train[0], part.config)])
-        hidden |= replaced_fields(part.train[0], part.config)
+        own |= set(record) if isinstance(record := part.train[0], Mapping) else set(task_fields(record, part.config))
+        hidden |= replaced_fields(record, part.config)
     fields |= dict.fromkeys(["turns", "model_text", "sample_text"] if job.env.used else [])
     about = f"{reward_line(job)}\n"
-    about += f"Reward functions are given prompts, completions, and of the records: {', '.join(fields)}."
+    read, made = ([name for name in fields if (name in own) == from_record] for from_record in (True, False))
+    about += f"Reward functions are given prompts, completions, and of the records: {', '.join(read)}."
+    if made:
+        about += f"\npodrl adds: {', '.join(made)}."
+    if "answer" in fields:
+        about += " `answer` is a text, or a list of texts, also where the record holds numbers."
     if "answer" in fields:
         about += "".join(
             f"\nSome records have no answer, and None is given: {place}." for place, _ in opened.unanswered
