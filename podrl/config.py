@@ -124,6 +124,12 @@ def as_settings(cls: type[T], value: object, name: str) -> T:
     raise ValueError(f"{name}={value!r:.80} must be a {cls.__name__}, or a dict of its fields.")
 
 
+def require(fits: bool, name: str, value: object, kind: str) -> None:
+    """Raises a ValueError unless `fits`: the argument `name` has this value, and must be `kind`."""
+    if not fits:
+        raise ValueError(f"{name}={value!r:.80} must be {kind}.")
+
+
 @dataclasses.dataclass(frozen=True)
 class Range:
     """The range of a numeric setting, for `typing.Annotated`: an interval in mathematical notation, such as '[0, 1)'.
