@@ -40,7 +40,11 @@ def test_a_cluster_needs_models(cluster_config, name, arguments):
 
 @pytest.mark.parametrize("value", [None, "cluster"])
 def test_a_learner_needs_a_cluster(value):
-    for learner, config in ((podrl.GRPOLearner, podrl.GRPOConfig()), (podrl.PPOLearner, podrl.PPOConfig())):
+    learners: tuple[tuple[Any, Any], ...] = (
+        (podrl.GRPOLearner, podrl.GRPOConfig()),
+        (podrl.PPOLearner, podrl.PPOConfig()),
+    )
+    for learner, config in learners:
         with pytest.raises(ValueError, match=r"rl_cluster=.* must be a podrl\.RLCluster"):
             learner(value, config)
 
