@@ -29,7 +29,7 @@ def get_config() -> ConfigDict:
     config.data = ConfigDict({"path": "facts", "seed": 1})
     config.sft = ConfigDict({"batch_size": 64, "max_length": 112, "tagged_share": 0.16, "full_steps": FULL_STEPS})
     config.rollout = ConfigDict({"max_prompt_length": 32, "max_tokens_to_generate": 48})
-    config.trainer = ConfigDict({"max_steps": FULL_STEPS + MIXED_STEPS, "eval_every_n_steps": 1000})
+    config.trainer = ConfigDict({"max_steps": FULL_STEPS + MIXED_STEPS, "eval_every_n_steps": 0})
     config.trainer.update({"learning_rate": 3e-3, "schedule": "cosine", "warmup_fraction": 0.06, "end_fraction": 0.1})
     config.trainer.update({"b2": 0.98, "weight_decay": 0.01, "max_grad_norm": 1.0, "max_tokens_per_row": 112})
     config.trainer.max_seq_token_per_tpu = 2240

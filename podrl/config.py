@@ -22,7 +22,7 @@ Call = TypeVar("Call", bound=Callable[..., object])
 def nearest(name: str, known: typing.Iterable[str]) -> str:
     """Suggests the known name closest to `name` (' Did you mean X?'); lists the known names if none is close."""
     known = sorted(known)
-    match = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    match = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
     return f" Did you mean {match[0]!r}?" if match else f" Known: {', '.join(known)}."
 
 
@@ -132,6 +132,12 @@ def as_settings(cls: type[T], value: object, name: str) -> T:
     raise ValueError(f"{name}={value!r:.80} must be a {cls.__name__}, or a dict of its fields.")
 
 
+def require(fits: bool, name: str, value: object, kind: str) -> None:
+    """Raises a ValueError unless `fits`: the argument `name` has this value, and must be `kind`."""
+    if not fits:
+        raise ValueError(f"{name}={value!r:.80} must be {kind}.")
+
+
 @dataclasses.dataclass(frozen=True)
 class Range:
     """The range of a numeric setting, for `typing.Annotated`: an interval in mathematical notation, such as '[0, 1)'.
@@ -169,6 +175,12 @@ Finite = Annotated[float, Range("[-1e9, 1e9]")]
 
 
 _FORMER: dict[str, str] = {}
+_REFUSED: dict[str, str] = {}
+
+
+def refused(path: str) -> str:
+    """Returns the sentence that names the replacement of a former key or of a key of another system; '' for others."""
+    return next((advice for pattern, advice in _REFUSED.items() if fnmatch.fnmatchcase(path, pattern)), "")
 
 
 def former(path: str) -> str:
@@ -211,6 +223,7 @@ def section(
         cls.__section__ = name  # pyright: ignore[reportAttributeAccessIssue]
         _FORMER.update({f"{name}.{key}": sentence for key, sentence in (former or {}).items()})
         cls.__refused__ = {**(advice or {}), **(former or {})}  # pyright: ignore[reportAttributeAccessIssue]
+        _REFUSED.update({f"{name}.{key}": sentence for key, sentence in cls.__refused__.items()})  # pyright: ignore[reportAttributeAccessIssue]
         return cls
 
     return decorate
@@ -253,11 +266,12 @@ def numbers(cls: type) -> dict[str, Range]:
 
 
 def refusal(cls: type, key: str, names: typing.Iterable[str], prefix: str = "") -> str:
-    """Returns the sentence of the error for `key`, which is not a field of `cls`."""
+    """Returns the sentence of the error for `key`, which is not a field of `cls`; `prefix` is the path of its group."""
+    unknown = f"{prefix.removesuffix('.')} has no key {key!r}" if prefix else f"{cls.__name__} has no field {key}"
     for pattern, advice in getattr(cls, "__refused__", {}).items():
         if fnmatch.fnmatchcase(key, pattern):
-            return f"{cls.__name__} has no field {prefix}{key}: {advice}"
-    return f"{cls.__name__} has no field {prefix}{key}.{nearest(key, names)}"
+            return f"{unknown}: {advice}"
+    return f"{unknown}.{nearest(key, names)}"
 
 
 def build(cls: type[T], values: Mapping[str, object], prefix: str = "config") -> T:
@@ -276,7 +290,11 @@ def build(cls: type[T], values: Mapping[str, object], prefix: str = "config") ->
     fields: object = dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
     required = [f.name for f in fields if f.default is f.default_factory is dataclasses.MISSING]
     if missing := [name for name in required if name not in values]:
-        raise ValueError(f"{prefix} lacks {', '.join(missing)}: set --{prefix}.{missing[0]}=...")
+        flag = f"--{prefix}.{missing[0]}=..." if "[" not in prefix else f"{missing[0]!r} there"
+        raise ValueError(f"{prefix} lacks {', '.join(missing)}: set {flag}")
+    if "[" in prefix:  # the class itself does not know its place in a list
+        path = prefix.removeprefix("config.")
+        values = {key: check(value, types_of(cls)[key], f"{path}.{key}") for key, value in values.items()}
     return cls(**values)
 
 

@@ -31,7 +31,7 @@ from typing import Any
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from podrl.config import elsewhere, former, nearest
+from podrl.config import elsewhere, nearest, refused
 from podrl.job.config_file import default_workdir, find_config, load_config
 from podrl.mappings import ConfigValues
 from podrl.runtime import bundle, detect, environment, joining, local_pod, roles
@@ -219,7 +219,7 @@ def _check_overrides(argv: Sequence[str], config: ConfigDict) -> None:
                 where = ".".join(["config", *path.split(".")[:i]])
                 if path in flags.FLAGS:
                     raise ValueError(f"config has no key {key!r}, which is a flag of its own: write --{path}=...")
-                if removed := former(path):
+                if removed := refused(path):
                     raise ValueError(f"{where} has no key {key!r}: {removed}")
                 hint = "" if i else other_section(key, config.algorithm)
                 hint = hint or elsewhere(key, config.to_dict(), "config.") or nearest(key, known)
@@ -325,6 +325,17 @@ def _command_line(argv: Sequence[str]) -> str:
     return shlex.join(["python", "-m", "podrl.launch", *argv[1:]])
 
 
+def _unknown_flag(error: flags.UnrecognizedFlagError, values: ConfigValues) -> str:
+    """Writes the error for a flag that does not exist, with the keys of the configuration that end in its name."""
+    name, value = error.flagname.replace("-", "_"), error.flagvalue.partition("=")[2]
+    places = elsewhere(name, values, "--config.")
+    if places.count("--config.") == 1:
+        places = places.replace("'?", f"={value}'?")
+    elif not places:
+        places = nearest(name, flags.FLAGS).partition(" Known:")[0]
+    return f"There is no flag --{error.flagname}.{places or ' python -m podrl.launch --help_config lists all keys.'}"
+
+
 def resolve(config: ConfigDict, argv: Sequence[str]) -> tuple[ConfigValues, list[str]]:
     """Parses absl's flags: (the whole configuration with defaults and overrides, arguments that are not flags).
 
@@ -360,6 +371,8 @@ def resolve(config: ConfigDict, argv: Sequence[str]) -> tuple[ConfigValues, list
     holder = config_flags.DEFINE_config_dict("config", values, sys_argv=parsed)
     try:
         extra = flags.FLAGS(parsed)[1:]
+    except flags.UnrecognizedFlagError as error:
+        raise ValueError(_unknown_flag(error, values.to_dict())) from error
     except (flags.Error, AttributeError, KeyError, TypeError) as error:
         path = pathlib.Path(argv[0])
         program = path.parent.name if path.stem == "__main__" else path.stem

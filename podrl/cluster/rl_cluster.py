@@ -19,7 +19,7 @@ from podrl.cluster.reward_model import RewardModel
 from podrl.cluster.teacher import Teacher
 from podrl.cluster.weights import WeightSync
 from podrl.cluster.worker import rollout_worker
-from podrl.config import Elsewhere, SavedByRun, as_settings, known_arguments, refused_arguments
+from podrl.config import Elsewhere, SavedByRun, as_settings, known_arguments, refused_arguments, require
 from podrl.data.conversation import prompts_of
 from podrl.data.tokenizer import Tokenizer
 from podrl.engine.config import RolloutConfig, Sampling
@@ -121,6 +121,12 @@ class RLCluster(SavedByRun):
         """
         if perf_config is not None:
             raise ValueError("RLCluster(..., perf_config=...): stage times are in metrics.jsonl under time/ already.")
+        config_is_one = isinstance(cluster_config, ClusterConfig)
+        require(config_is_one, "RLCluster: cluster_config", cluster_config, "a podrl.ClusterConfig")
+        is_path = isinstance(actor, str | os.PathLike)
+        require(is_path or hasattr(actor, "config"), "RLCluster: actor", actor, "a directory, ORG/NAME or a model")
+        is_path = tokenizer is None or isinstance(tokenizer, str | os.PathLike)
+        require(is_path or hasattr(tokenizer, "vocab_size"), "RLCluster: tokenizer", tokenizer, "a directory or None")
         lora = None if lora is None else as_settings(LoraConfig, lora, "lora")
         actor, tokenizer, critic, reward, reference = map(on_this_host, (actor, tokenizer, critic, reward, reference))
         self.config, self.seed, self.training_config = cluster_config, seed, cluster_config.training_config

@@ -11,11 +11,12 @@ import functools
 import json
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from podrl.config import require
 from podrl.data import shape, template
 from podrl.data.template import TextPart
 from podrl.data.tokenizer import Tokenizer, right_padded
@@ -580,6 +581,7 @@ def prompts_of(
     """
     if isinstance(conversations, str):
         raise ValueError(f"The prompts are the text {conversations[:80]!r}: give a list of texts or of conversations.")
+    require(isinstance(conversations, Iterable), "prompts", conversations, "a list of texts or of conversations")
     texts, rows = [], []
     for i, prompt in enumerate(conversations):
         as_it_is = isinstance(prompt, str) and not chat

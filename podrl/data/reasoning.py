@@ -29,7 +29,7 @@ _LOOKED_AT = 20  # number of problems tried for each question of an evaluation b
 def _process() -> Functions:
     spec = {"module": reasoning_worker.__name__, "name": reasoning_worker.records.__name__}
     return Functions(
-        reasoning_worker.__name__, Limits(), {"records": spec}, size=1, label="The worker of reasoning-gym: "
+        reasoning_worker.__name__, Limits(), {"records": spec}, size=1, label="The worker of reasoning-gym: {}".format
     )
 
 

@@ -178,7 +178,7 @@ def _mapped(
     """
     place, _, name = step.map.rpartition(":")
     specs = {step.map: spec_at(place, name)}
-    process = Functions("podrl.data.mapper", Limits(), specs, size=1, label="data.sources: map=")
+    process = Functions("podrl.data.mapper", Limits(), specs, size=1, label="data.sources: map={}".format)
     processes.enter_context(process)
     while several := [item for _, item in zip(range(_AT_ONCE), items, strict=False)]:
         try:

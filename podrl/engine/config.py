@@ -100,6 +100,8 @@ def preset(name: Literal["greedy", "standard", "liberal"], **changes) -> Samplin
     {
         "segment_tokens": "it is rollout.page_tokens now.",
         "members_per_visit": "it is rollout.members_per_read now.",
+        "stop": "say rollout.stop_strings=['TEXT'] for texts, or rollout.eos_tokens=(ID,) for token ids.",
+        "stop_[!s]*": "say rollout.stop_strings=['TEXT'] for texts, or rollout.eos_tokens=(ID,) for token ids.",
         "rollout_vllm_*": "podrl decodes with its own engine; its sizes are lanes, page_tokens and pool_tokens.",
         "rollout_sglang_jax_*": "podrl decodes with its own engine; its sizes are lanes, page_tokens, pool_tokens.",
         "rollout_mapping_config": "podrl's trainer and engine share one parameter tree, so nothing needs mapping.",

@@ -98,9 +98,16 @@ class MCPServer:
         return [sys.executable, *words[1:]] if words[:1] == ["python"] else words
 
     def check_command(self) -> None:
-        """Raises ValueError if this machine lacks the command that starts the server."""
+        """Raises ValueError if this machine lacks the command, or its Python file."""
         if self.command and shutil.which(self.command[0]) is None:
-            raise ValueError(f"env.mcp: {self.target} cannot be started: there is no command {self.command[0]!r}.")
+            script = self.command[0].endswith(".py")
+            hint = f" If it is a Python file, name it as 'python {self.target}'." if script else ""
+            raise ValueError(
+                f"env.mcp: {self.target} cannot be started: there is no command {self.command[0]!r}.{hint}"
+            )
+        file = pathlib.Path(self.command[1]) if self.command[:1] == [sys.executable] and self.command[1:] else None
+        if file is not None and file.suffix == ".py" and not file.is_file():
+            raise ValueError(f"env.mcp: {self.target} cannot be started: there is no file {file.absolute()}.")
 
     def _variables(self) -> tuple[str, ...]:
         named = [name for text in self.headers.values() for name in string.Template(text).get_identifiers()]
@@ -210,6 +217,8 @@ class EnvironmentConfig:
                 raise ValueError(f"env.arguments: {name!r} has {options!r}, and must map argument names to values.")
         if TOOLS in (self.environment, *self.others) and not self.tools and not self.mcp:
             raise ValueError("environment 'tools' has no tools: name some in env.tools or servers in env.mcp.")
+        if twice := [tool for i, tool in enumerate(self.tools) if tool in self.tools[:i]]:
+            raise ValueError(f"env.tools={self.tools} names {twice[0]!r} twice: name each tool once.")
         self._check_program()
         if self.environment not in ("", TOOLS, PROGRAM) and not is_own(self.environment):
             raise ValueError(

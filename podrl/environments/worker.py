@@ -350,6 +350,11 @@ def _check_playable(environment: Any) -> None:
     Raises:
       LoadError: it cannot; the message says why.
     """
+    if inspect.isroutine(environment):
+        raise LoadError(
+            f"{environment.__name__} is a function: name a class (or an object) that has `async def run(self, task, "
+            "model)`. A function that the model may call belongs in env.tools."
+        )
     a_class, run = inspect.isclass(environment), getattr(environment, "run", None)
     name = environment.__name__ if a_class else f"the {type(environment).__name__} {short(environment)}"
     if not callable(run) or (inspect.isroutine(run) and not inspect.iscoroutinefunction(inspect.unwrap(run))):

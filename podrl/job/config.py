@@ -509,13 +509,20 @@ def check_text(key: str, text: str, algorithm: str) -> bool:
     return hint is not None and config.check_text(text, hint, key)
 
 
-_ITEMS = re.compile(r"[\w./@:~-]+(,[\w./@:~-]+)*")  # names and paths, which need neither quotes nor brackets
+# Lists that need neither quotes nor brackets: names and paths, or one text without a comma, such as a command.
+_ITEMS = re.compile(r"[\w./@:~-]+(,\s*[\w./@:~-]+)*|[^,]+")
 
 
 def quoted(key: str, text: str, algorithm: str) -> str:
-    """Returns the text of a command-line override, as a tuple if the key holds a list of texts: 'a,b' is ('a', 'b')."""
-    listed = config.takes_texts(_hint(key, algorithm)) and text != "None" and _ITEMS.fullmatch(text)
-    return repr(tuple(text.split(","))) if listed else text
+    """Returns the text of a command-line override, as a tuple if the key holds a list of texts: 'a,b' is ('a', 'b').
+
+    Raises:
+      ValueError: the key holds a list of texts, and the text may be one or several.
+    """
+    listed = config.takes_texts(_hint(key, algorithm)) and text not in ("", "None") and text[0] not in "([{'\""
+    if listed and not _ITEMS.fullmatch(text):
+        raise ValueError(f"{key}={text} must be a list: write ({text!r},) if it is one text, quotes and all.")
+    return repr(tuple(item.strip() for item in text.split(","))) if listed else text
 
 
 def _hint(key: str, algorithm: str) -> object:

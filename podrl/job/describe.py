@@ -15,6 +15,7 @@ from podrl.data.config import is_generated
 from podrl.data.mixture import split
 from podrl.data.pipeline import replaced_fields, system_prompt, takes_system_prompt, task_fields
 from podrl.job.config import Job
+from podrl.job.doubtful import doubtful
 from podrl.job.evaluation import unmeasured
 from podrl.job.placement import Meshes, PlannedPod, RolesConfig
 from podrl.job.weights import copies, model_of
@@ -125,6 +126,9 @@ def print_plan(
             console.print(line)
     if pod is not None and job.roles.colocated:
         console.print("Warning: roles.colocated=True has no effect in a pod, where every host has one role.")
+    if not console.quiet:
+        for text in doubtful(job):
+            console.print(f"Warning: {text}")
     if dry:  # a run itself warns at its start
         for text in no_update_lines(job):
             console.print(f"Warning: {text}")
@@ -195,7 +199,7 @@ def data_lines(job: Job) -> list[str]:
         opened = split(data)
     except FileNotFoundError:
         return [f"Data: data.path={data.path} or data.eval_path={data.eval_path} is not here; the run itself needs it."]
-    fields, hidden = dict[str, None](), set[str]()
+    fields, own, hidden = dict[str, None](), set[str](), set[str]()
     before, unused = dict[str, None](), dict[str, None]()
     for part in opened.parts:
         if text := system_prompt(part.config):
@@ -206,10 +210,16 @@ def data_lines(job: Job) -> list[str]:
             before |= {text: None} if True in takes else {}
             unused |= {part.config.path: None} if False in takes else {}
         fields |= dict.fromkeys([*part.fields, *task_fields(part.train[0], part.config)])
-        hidden |= replaced_fields(part.train[0], part.config)
+        own |= set(record) if isinstance(record := part.train[0], Mapping) else set(task_fields(record, part.config))
+        hidden |= replaced_fields(record, part.config)
     fields |= dict.fromkeys(["turns", "model_text", "sample_text"] if job.env.used else [])
     about = f"{reward_line(job)}\n"
-    about += f"Reward functions are given prompts, completions, and of the records: {', '.join(fields)}."
+    read, made = ([name for name in fields if (name in own) == from_record] for from_record in (True, False))
+    about += f"Reward functions are given prompts, completions, and of the records: {', '.join(read)}."
+    if made:
+        about += f"\npodrl adds: {', '.join(made)}."
+    if "answer" in fields:
+        about += " `answer` is a text, or a list of texts, also where the record holds numbers."
     if "answer" in fields:
         about += "".join(
             f"\nSome records have no answer, and None is given: {place}." for place, _ in opened.unanswered

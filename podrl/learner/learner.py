@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from podrl.cluster.rl_cluster import RLCluster
-from podrl.config import Elsewhere, SavedByRun, as_settings, known_arguments, plural, refused_arguments
+from podrl.config import Elsewhere, SavedByRun, as_settings, known_arguments, plural, refused_arguments, require
 from podrl.data.pipeline import PromptStream
 from podrl.data.shape import from_batches
 from podrl.learner import loop, recorder
@@ -206,6 +206,11 @@ class SampleLearner(SavedByRun):
         environment: object,
     ):
         """Checks the settings. `algorithm` makes GRPO or PPO; the other arguments are those of GRPOLearner."""
+        kind = PPOConfig if algorithm is PPO else GRPOConfig
+        require(isinstance(rl_cluster, RLCluster), "rl_cluster", rl_cluster, "a podrl.RLCluster")
+        require(isinstance(algo_config, kind), "The settings of the algorithm", algo_config, f"a podrl.{kind.__name__}")
+        several = isinstance(reward_fns, Iterable) or callable(reward_fns)
+        require(several, "reward_fns", reward_fns, "a function, a name, or a list of them")
         self._environment = environment_config(environment)
         rl_cluster.config.rollout().require(environment=self._environment.used)
         self._algorithm, self._pod = algorithm, pod
@@ -279,6 +284,7 @@ class SampleLearner(SavedByRun):
             )
         listed = not isinstance(train_ds, PromptStream)
         if not isinstance(train_ds, PromptStream):
+            require(isinstance(train_ds, Iterable), "train_ds", train_ds, "a list of records or batches of records")
             items, size = from_batches(list(train_ds))
             if size and prompts_per_step not in (None, size):
                 raise ValueError(

@@ -137,6 +137,12 @@ class _Function:
         """Key of the configuration that names the function."""
         return "reward.fns" if self.general else "reward of data.sources or eval.sets"
 
+    @property
+    def label(self) -> str:
+        """The function as the user named it, after the key that names it; a Python function has only its name."""
+        text = repr(self.spec_text) if ":" in self.spec_text else self.name
+        return f"{self.key}: {text}"
+
     def scores(self, names: Sequence[str] | None) -> bool:
         """Returns True if the function scores a record with `names` in its field `reward_fns`, of any data set.
 
@@ -224,7 +230,8 @@ class Rewards:
         self._pool = None
         if specs:
             refuse_inside()
-            self._pool = Functions(worker.__name__, config.limits, specs, size=size, label="Reward function ")
+            labels = {function.name: function.label for function in self._functions}
+            self._pool = Functions(worker.__name__, config.limits, specs, size=size, label=labels.__getitem__)
         self._lock, self._late_samples = threading.Lock(), 0
         self._calls = CallsInFlight()
         self.describe_waits = self._calls.describe_waits

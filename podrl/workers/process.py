@@ -300,12 +300,12 @@ class Pool:
         self._all: set[_Holder] = set()
         self._idle: asyncio.Queue[_Holder] = asyncio.Queue()
 
-    async def fill(self, specs: Mapping[str, JsonObject], label: str) -> dict[str, JsonObject]:
+    async def fill(self, specs: Mapping[str, JsonObject], label: Callable[[str], str]) -> dict[str, JsonObject]:
         """Starts all processes at once and loads functions into each.
 
         Args:
           specs: spec of each function, as podrl.workers.user_objects.load takes it, by the function's id.
-          label: text before a function's id in errors.
+          label: function that names a function in errors, from its id.
 
         Returns:
           The module's description of each function, by id.
@@ -320,7 +320,7 @@ class Pool:
                 try:
                     about[key] = await holder.load(key, spec)
                 except (LoadError, DiedError) as error:
-                    raise ValueError(f"{label}{key} cannot be loaded: {error}") from error
+                    raise ValueError(f"{label(key)} cannot be loaded: {error}") from error
             return about
 
         holders = [self._start() for _ in range(self.most)]
@@ -466,7 +466,9 @@ class Functions:
       about: the module's description of each function, by id.
     """
 
-    def __init__(self, module: str, limits: Limits, specs: Mapping[str, JsonObject], *, size: int, label: str) -> None:
+    def __init__(
+        self, module: str, limits: Limits, specs: Mapping[str, JsonObject], *, size: int, label: Callable[[str], str]
+    ) -> None:
         """Starts the processes and loads the functions.
 
         Args:
@@ -474,7 +476,7 @@ class Functions:
           limits: limits of memory, processes, files and environment variables of each process.
           specs: spec of each function, as podrl.workers.user_objects.load takes it, by the function's id.
           size: number of processes.
-          label: text before a function's id in errors of loading.
+          label: function that names a function in errors of loading, from its id.
 
         Raises:
           ValueError: a function cannot be loaded; the error says why.
@@ -506,7 +508,7 @@ class Functions:
         try:
             return self._loop.run(self._pool.call(key, self._specs[key], body, deadline_s))
         except LoadError as error:
-            raise LoadError(f"{self._label}{key} cannot be loaded: {error}") from error
+            raise LoadError(f"{self._label(key)} cannot be loaded: {error}") from error
 
     def close(self) -> None:
         """Ends every process; returns when none is left."""

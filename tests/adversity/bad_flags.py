@@ -132,6 +132,12 @@ CONFIG_FILES = {
 
 FLAGS = {
     "unknown flag": launch("--confg.seed=3", ["confg"]),
+    "last part of a key": launch("--max_steps=10", ["--max_steps", "'--config.trainer.max_steps=10'"]),
+    "last part of a key, with dashes": launch("--max-steps=10", ["'--config.trainer.max_steps=10'"]),
+    "last part of several keys": launch(
+        "--seed=3", ["'--config.data.seed' or '--config.rollout.seed' or '--config.seed'"]
+    ),
+    "last part of no key": launch("--lr=1e-4", ["--lr", "--help_config"]),
     "misspelt flag": launch("--workdri=x", ["workdri"]),
     "no flag": launch("seed=3", ["seed=3", "--"]),
     "lone word": launch("train", ["train", "--"]),
@@ -187,7 +193,21 @@ OVERRIDES = {
     "empty algorithm": launch("--config.algorithm=", ["algorithm"]),
     "text for a tuple of ids": launch("--config.rollout.eos_tokens=<eos>", ["rollout.eos_tokens[0]='<eos>'", "whole"]),
     "text for an object": launch("--config.trainer.actor_optimizer=adam", ["trainer.actor_optimizer", "an object"]),
-    "refused by name": launch("--config.rollout.tensor_parallel_size=2", ["tensor_parallel_size"]),
+    "refused by name": launch(
+        "--config.rollout.tensor_parallel_size=2", ["tensor_parallel_size", "roles.rollout.mesh='tensor=4'"]
+    ),
+    "stop": launch("--config.rollout.stop=5", ["'stop'", "rollout.stop_strings", "rollout.eos_tokens"]),
+    "field of a source": launch(
+        "--config.data.sources=({'path': 'd', 'wieght': 3},)",
+        ["config.data.sources[0] has no key 'wieght'", "'weight'"],
+    ),
+    "value of a source": launch(
+        "--config.data.sources=({'path': 'd', 'weight': 'x'},)", ["data.sources[0].weight='x' must be a number"]
+    ),
+    "source without a path": launch("--config.data.sources=({'weight': 3},)", ["config.data.sources[0] lacks path"]),
+    "field of a set": launch(
+        "--config.eval.sets=({'path': 'd', 'nam': 'x'},)", ["config.eval.sets[0] has no key 'nam'", "'name'"]
+    ),
 }
 
 SIZES = {

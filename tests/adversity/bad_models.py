@@ -234,11 +234,11 @@ REWARDS = {
     ),
     "file nowhere": reward(["nowhere.py", "does not exist"], "", "--config.reward.fns=('nowhere.py:f',)"),
     "module nowhere": reward(["nowhere_at_all"], "", "--config.reward.fns=('nowhere_at_all:f',)"),
-    "no function in the file": reward(["score"], "x = 1\n"),
-    "not callable": reward(["score"], "score = 1\n"),
-    "does not parse": reward(["mine.py", "line 1"], "def score(:\n"),
-    "raises at import": reward(["not today"], "raise RuntimeError('not today')\n"),
-    "lacks an import": reward(["nowhere_at_all"], "import nowhere_at_all\n"),
+    "no function in the file": reward(["reward.fns: 'mine.py:score'", "has no function"], "x = 1\n"),
+    "not callable": reward(["reward.fns: 'mine.py:score'"], "score = 1\n"),
+    "does not parse": reward(["reward.fns: 'mine.py:score' cannot be loaded", "mine.py, line 1"], "def score(:\n"),
+    "raises at import": reward(["reward.fns: 'mine.py:score'", "not today"], "raise RuntimeError('not today')\n"),
+    "lacks an import": reward(["reward.fns: 'mine.py:score'", "nowhere_at_all"], "import nowhere_at_all\n"),
     "weights": reward(["reward.weights", "4 functions"], "", "--config.reward.weights=(1.0, 2.0)"),
     "weights nan": reward(
         ["reward.weights", "nan"], "", "--config.reward.fns=('answer',)", "--config.reward.weights=(float('nan'),)"
@@ -294,6 +294,28 @@ ENVIRONMENTS = {
         ["env.program='./mine.py'", "is not executable", "'python ./mine.py'"],
         "x = 1\n",
         "--config.env.program=./mine.py",
+    ),
+    "a plain function": environment(
+        ["env.environment='mine.py:Game'", "Game is a function: name a class", "env.tools"],
+        "def Game(task, model): ...\n",
+        _GAME,
+    ),
+    "a coroutine function": environment(
+        ["env.environment='mine.py:Game'", "Game is a function: name a class"],
+        "async def Game(task, model): ...\n",
+        _GAME,
+    ),
+    "the same tool twice": environment(
+        ["env.tools=('calculator', 'calculator')", "'calculator' twice"], "", "--config.env.tools=calculator,calculator"
+    ),
+    "a server's file nowhere": environment(
+        ["env.mcp: python nowhere.py", "there is no file", "nowhere.py"], "", "--config.env.mcp=python nowhere.py"
+    ),
+    "a server's file alone": environment(
+        ["env.mcp: mine.py", "name it as 'python mine.py'"], "", "--config.env.mcp=mine.py"
+    ),
+    "a server's command with a comma": environment(
+        ["env.mcp=python mine.py --x=1,2", "('python mine.py --x=1,2',)"], "", "--config.env.mcp=python mine.py --x=1,2"
     ),
     "a server of another scheme": environment(
         ["env.mcp.target='ftp://x/y'", "http://"], "", "--config.env.mcp=('ftp://x/y',)"

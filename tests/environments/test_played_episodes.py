@@ -534,7 +534,7 @@ def test_a_cancelled_episode_is_silent(tools):
         (lambda: config("calculator"), "has no `async def run"),
         (lambda: config(tools=["nothing"]), "nothing.*cannot be loaded"),
         (lambda: EnvironmentConfig(environment="tools", tools=("abacus",)), "not a built-in tool"),
-        (lambda: config(tools=["calculator", "calculator"]), "Two tools are called 'calculator'"),
+        (lambda: config(tools=["calculator", "calculator"]), "names 'calculator' twice"),
         (lambda: EnvironmentConfig(environment="tools"), "has no tools"),
         (lambda: config("Guess", others=(f"{ACTS}:Nobody",)), "env.others: .*Nobody.*has no function"),
         (lambda: config("Guess", others=("game",)), "env.others: 'game' must be 'none'"),

@@ -254,6 +254,9 @@ def test_a_dry_run_counts_records_and_names_the_fields_of_reward_functions(tmp_p
     assert "No accuracies" not in planned("grpo")[1]
     assert not found.has_accuracies  # no prompt asks for an answer between tags
     assert planned("grpo", data={"path": str(own), "system_prompt": ""})[0].has_accuracies  # a reward reads this field
+    own.write_text('{"question": "q", "label": 4}\n')
+    text = planned("grpo", data={"path": str(own), "answer_field": "label", "system_prompt": ""})[1]
+    assert "of the records: label, question.\npodrl adds: solution, answer. `answer` is a text" in text
     own.write_text("".join(f'{{"question": "q{i}", "answer": "{i}"}}\n' for i in range(40)))
     text = planned("grpo", data={"path": str(own), "eval_fraction": 0.1})[1]
     assert "too few to tell before from after. Raise data.eval_fraction=0.1, or give data.eval_path." in text

@@ -276,7 +276,9 @@ def test_bad_configurations(values, message):
 
 def test_a_file_that_does_not_run_is_named_with_its_line(tmp_path):
     (tmp_path / "mine.py").write_text("import math\nx = 1 / 0\n\ndef f(prompts, completions): return []\n")
-    with pytest.raises(ValueError, match=r"f cannot be loaded: ZeroDivisionError: .* \(.*mine\.py, line 2\)$"):
+    with pytest.raises(
+        ValueError, match=r"reward\.fns: '.*mine\.py:f' cannot be loaded: ZeroDivisionError: .* \(.*mine\.py, line 2\)$"
+    ):
         Rewards(RewardConfig(fns=(f"{tmp_path}/mine.py:f",), workers=1))
 
 

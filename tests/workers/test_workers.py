@@ -99,7 +99,7 @@ def open_files():
 
 
 def test_a_late_call_costs_its_process_and_the_next_one_finds_every_function(specs, tmp_path):
-    with Functions(MODULE, Limits(), specs, size=1, label="") as functions:
+    with Functions(MODULE, Limits(), specs, size=1, label=str) as functions:
         first = functions.call("pid", [{}], 60)["records"][0]["pid"]
         with pytest.raises(LateWorkerError):
             functions.call("slow", [{"started": str(tmp_path / "started")}], 0.5)
@@ -110,7 +110,7 @@ def test_a_late_call_costs_its_process_and_the_next_one_finds_every_function(spe
 
 
 def test_a_call_that_waits_ends_when_its_pool_is_closed(specs, tmp_path):
-    functions, raised, started = Functions(MODULE, Limits(), specs, size=1, label=""), [], tmp_path / "started"
+    functions, raised, started = Functions(MODULE, Limits(), specs, size=1, label=str), [], tmp_path / "started"
 
     def wait():
         try:
@@ -130,7 +130,7 @@ def test_a_function_whose_file_ends_the_process_is_named(tmp_path):
     (tmp_path / "mine.py").write_text("import os\nos._exit(3)\n")
     specs = {"mine": {"file": str(tmp_path / "mine.py"), "name": "f"}}
     with pytest.raises(ValueError, match=r"^Map mine cannot be loaded: its process ended with exit code 3\.$"):
-        Functions(MODULE, Limits(), specs, size=2, label="Map ")
+        Functions(MODULE, Limits(), specs, size=2, label="Map {}".format)
 
 
 def test_a_pool_starts_a_process_where_a_call_would_wait_and_replaces_that_of_a_cancelled_call(specs, tmp_path):
@@ -186,7 +186,7 @@ MISBEHAVIOUR = {
 def test_whatever_a_function_does_its_call_ends_with_an_error_and_the_next_one_is_well(specs, tmp_path):
     """A function that misbehaves leaves no process and no open file."""
     started, before, pids = tmp_path / "started", 0, []
-    with Functions(MODULE, Limits(), specs, size=1, label="") as functions:
+    with Functions(MODULE, Limits(), specs, size=1, label=str) as functions:
         for how, (kind, words) in MISBEHAVIOUR.items():
             pids.append(functions.call("pid", [{}], 60)["records"][0]["pid"])
             before = before or open_files()
@@ -235,7 +235,7 @@ def test_hundreds_of_calls_at_once_each_get_their_own_answer(specs):
 
 
 def test_a_request_that_is_too_long_costs_no_process(specs, monkeypatch):
-    with Functions(MODULE, Limits(), specs, size=1, label="") as functions:
+    with Functions(MODULE, Limits(), specs, size=1, label=str) as functions:
         first = functions.call("pid", [{}], 60)
         monkeypatch.setattr(frames, "MOST_BYTES", 1 << 16)
         with pytest.raises(ValueError, match=r"a message of .* bytes, and the longest may have 65536"):
@@ -271,7 +271,7 @@ def test_a_system_without_more_processes_fails_one_call_and_hangs_none(specs, mo
 
 
 def test_calls_that_race_with_the_end_of_their_pool_all_end(specs):
-    functions, ended = Functions(MODULE, Limits(), specs, size=2, label=""), []
+    functions, ended = Functions(MODULE, Limits(), specs, size=2, label=str), []
 
     def call_until_it_ends():
         try:

@@ -1,0 +1,69 @@
+"""Arguments of the Python API that are None or of another kind are refused in a sentence that names the argument."""
+
+from typing import Any
+
+import jax
+import pytest
+
+import podrl
+from podrl.engine.config import RolloutConfig
+
+TRAINING = podrl.RLTrainingConfig(max_steps=1, eval_every_n_steps=0)
+
+
+@pytest.fixture(scope="module")
+def cluster_config():
+    mesh = podrl.make_mesh("fsdp=1", jax.devices()[:1])
+    meshes = dict.fromkeys((podrl.Role.ACTOR, podrl.Role.ROLLOUT), mesh)
+    return podrl.ClusterConfig(role_to_mesh=meshes, training_config=TRAINING, rollout_config=RolloutConfig())
+
+
+@pytest.fixture(scope="module")
+def cluster(cluster_config):
+    return podrl.RLCluster(actor="tiny", cluster_config=cluster_config)
+
+
+@pytest.mark.parametrize("value", [None, {}, "config"])
+def test_a_cluster_needs_a_configuration(value):
+    with pytest.raises(ValueError, match=r"cluster_config=.* must be a podrl\.ClusterConfig"):
+        podrl.RLCluster(actor="tiny", cluster_config=value)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [("actor", {"actor": None}), ("actor", {"actor": 3}), ("tokenizer", {"actor": "tiny", "tokenizer": 3})],
+)
+def test_a_cluster_needs_models(cluster_config, name, arguments):
+    with pytest.raises(ValueError, match=f"RLCluster: {name}=.* must be "):
+        podrl.RLCluster(cluster_config=cluster_config, **arguments)
+
+
+@pytest.mark.parametrize("value", [None, "cluster"])
+def test_a_learner_needs_a_cluster(value):
+    learners: tuple[tuple[Any, Any], ...] = (
+        (podrl.GRPOLearner, podrl.GRPOConfig()),
+        (podrl.PPOLearner, podrl.PPOConfig()),
+    )
+    for learner, config in learners:
+        with pytest.raises(ValueError, match=r"rl_cluster=.* must be a podrl\.RLCluster"):
+            learner(value, config)
+
+
+def test_a_learner_needs_its_own_settings_and_functions(cluster):
+    wrong: tuple[Any, ...] = (None, {}, podrl.PPOConfig())
+    for value in wrong:
+        with pytest.raises(ValueError, match=r"must be a podrl\.GRPOConfig"):
+            podrl.GRPOLearner(cluster, value)
+    wrong = (None, 3)
+    for value in wrong:
+        with pytest.raises(ValueError, match=f"reward_fns={value} must be a function, a name"):
+            podrl.GRPOLearner(cluster, podrl.GRPOConfig(), reward_fns=value)
+
+
+@pytest.mark.parametrize("value", [None, 3])
+def test_records_and_prompts_are_lists(cluster, value):
+    learner = podrl.GRPOLearner(cluster, podrl.GRPOConfig(), reward_fns="number")
+    with pytest.raises(ValueError, match=f"train_ds={value} must be a list of records"):
+        learner.train(value)
+    with pytest.raises(ValueError, match=f"prompts={value} must be a list of texts"):
+        cluster.generate(value)
