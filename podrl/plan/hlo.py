@@ -48,6 +48,8 @@ _FREE = frozenset(
 )
 _COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
 _VIEWS = ("bitcast", "reshape", "convert", "copy", "transpose")
+# A fusion whose result is its operand in place, read in another tiling.
+_ALIASED = "output_to_operand_aliasing={{}: (0, {})}"
 _SLICES = ("dynamic-slice", "slice", "gather")
 # Number of matrix products of the attention kernels, by a part of their names: the forward pass computes scores and
 # outputs, each kernel of the backward pass computes the scores again and the gradients of one side.
@@ -186,7 +188,7 @@ class _Reader:
             branches = called(i, "branch_computations") or called(i, "true_computation", "false_computation")
             for branch in branches:
                 total.add(self._computation(branch, depth), 1.0 / len(branches))
-        elif i.opcode in ("call", "async-start"):
+        elif i.opcode in ("call", "call-start", "async-start"):  # a call-start runs on the SparseCores of a tpu7x
             total.add(self._computation(called(i, "to_apply", "calls")[0], depth), 1.0)
         elif i.opcode == "fusion":
             self._fusion(total, i, types)
@@ -315,7 +317,7 @@ class _Reader:
                 read += any_bytes(user.type)
             elif user.opcode == "dynamic-update-slice" and user.operands[0] == x.name:
                 continue
-            elif user.opcode in ("bitcast", "reshape") and not user.root:
+            elif (user.opcode in ("bitcast", "reshape") or _ALIASED in user.attributes) and not user.root:
                 read += self._read(user, users)
             elif user.opcode == "fusion":
                 body = self._computations[called(user, "calls")[0]]

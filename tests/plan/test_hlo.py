@@ -252,3 +252,44 @@ ENTRY %main (n: s32[8], q: f32[4,2,8,128], k: bf16[3,10,2,16,128]) -> f32[4,2,8,
     cost = cost_of(text, named={"own_pages": 7, "shared_pages": 5})
     assert cost.read == 4 * 8 + queries + 2 * 7 * page and cost.bytes == cost.read + queries
     assert cost_of(text).read == 4 * 8 + queries + 2 * 3 * 10 * page, "a caller that does not say"
+
+
+ON_SPARSE_CORES = """HloModule jit_f, is_scheduled=true, num_partitions=4
+
+%called (p: f32[64,128]) -> f32[64,128] {
+  %p = f32[64,128]{1,0} parameter(0)
+  ROOT %reduced = f32[64,128]{1,0} all-reduce(%p), replica_groups={{0,1,2,3}}, to_apply=%add
+}
+
+%view (v: f32[9,64,128]) -> f32[9,64,128] {
+  %v = f32[9,64,128]{2,1,0:T(16,128)} parameter(0)
+  ROOT %same = f32[9,64,128]{2,1,0:T(8,128)} copy(%v)
+}
+
+%slice (stack: f32[9,64,128], at: s32[]) -> f32[64,128] {
+  %stack = f32[9,64,128]{2,1,0:T(16,128)} parameter(0)
+  %tiled = f32[9,64,128]{2,1,0:T(8,128)} fusion(%stack), kind=kLoop, output_to_operand_aliasing={{}: (0, {})}, calls=%view
+  %at = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  %one = f32[1,64,128]{2,1,0:T(8,128)} dynamic-slice(%tiled, %at, %zero, %zero), dynamic_slice_sizes={1,64,128}
+  ROOT %layer = f32[64,128]{1,0:T(8,128)} bitcast(%one)
+}
+
+ENTRY %main (weights: f32[9,64,128], number: s32[]) -> f32[64,128] {
+  %weights = f32[9,64,128]{2,1,0:T(16,128)} parameter(0)
+  %number = s32[] parameter(1)
+  %taken = f32[64,128]{1,0:T(8,128)} fusion(%weights, %number), kind=kLoop, calls=%slice
+  %begun = ((f32[64,128]{1,0}), f32[64,128]{1,0}) call-start(%taken), async_execution_thread="sparsecore", to_apply=%called
+  ROOT %done = f32[64,128]{1,0} call-done(%begun)
+}
+"""
+
+
+def test_programs_of_tpu7x_read_slices_in_another_tiling_and_send_by_their_sparse_cores():
+    """A fusion whose result is its operand in another tiling passes on what is read of it; counted whole, a layer read
+    all layers."""
+    cost = cost_of(ON_SPARSE_CORES)
+    layer = 64 * 128 * 4
+    assert cost.by_kind() == {"all-reduce": {"count": 1, "bytes": 2 * 3 / 4 * layer}}
+    assert cost.read == 2 * layer + 4  # the slice of the weights, its number, and what is summed
+    assert cost_of(ON_SPARSE_CORES.replace("output_to_operand_aliasing={{}: (0, {})}, ", "")).read > 9 * layer
