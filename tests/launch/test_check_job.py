@@ -107,7 +107,7 @@ def test_the_launchers_ask(capsys):
     [
         ("grpo_gemma.py", ["--config.trainer.max_stpes=5"], r"no key 'max_stpes'.*'max_steps'"),
         ("grpo_gemma.py", ["trainer.max_steps=many"], r"trainer\.max_steps=many"),
-        ("grpo_gemma.py", ["--topolgy=split"], r"'topolgy'.*topology"),
+        ("grpo_gemma.py", ["--topolgy=split"], r"--topolgy.*topology"),
         ("grpo_gema.py", [], r"Did you mean 'grpo_gemma\.py'"),
     ],
 )

@@ -152,7 +152,7 @@ def pod(tmp_path):
 
 def test_starts_one_process_per_worker_with_its_rank(pod):
     run = pod(4)
-    flags = ["--config=a b.py", '--config.note=it\'s $HOME; "x"']
+    flags = ["--config=/a b.py", '--config.note=it\'s $HOME; "x"']
     done = run("my-tpu", "us-east5-b", f"--python={sys.executable}", "--env=NOTE=two words", "--", *flags)
     lines = done.stdout.splitlines()
     for rank in range(4):
@@ -180,7 +180,7 @@ def nameless(words: list[str]) -> list[str]:
     return [re.sub(r"\d{8}-\d{6}-\d+", "RUN", re.sub(r"/\S*/tmp\.\w+", "SCRATCH", word)) for word in words]
 
 
-START = ["--project=p", "--env=NOTE=two words", "--", "--config=a b.py", '--config.note=it\'s $HOME; "x"']
+START = ["--project=p", "--env=NOTE=two words", "--", "--config=/a b.py", '--config.note=it\'s $HOME; "x"']
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def test_another_tpu_joins_the_job_with_its_flags_its_variables_and_its_secret(p
     assert ask[:6] == ["gcloud", "compute", "tpus", "tpu-vm", "ssh", "t"] and "--worker=0" in ask
     assert "-- FLAGS_OF_THE_JOB --join=ITS_ADDRESS" in printed(early)[-2][-1] and "follow" in last[-1] and not run.calls
     assert "does not say what it runs" in run("more", "z", python, "--join=t", ok=False).stderr
-    flags = ["--config=a b.py", "--topology=split", '--config.note=it\'s $HOME; "x"', "--wait"]
+    flags = ["--config=/a b.py", "--topology=split", '--config.note=it\'s $HOME; "x"', "--wait"]
     run("t", "z", python, "--env=NOTE=two words", "--env=MORE=1", "--detach", "--", *flags)
     run.wait_for("ready")
     try:
@@ -235,7 +235,7 @@ def test_another_tpu_joins_the_job_with_its_flags_its_variables_and_its_secret(p
 def test_a_managed_instance_group_runs_one_process_per_instance(pod):
     run, python = pod(3), f"--python={sys.executable}"
     done = run(
-        "my-slice", "us-central1-c", "--group", python, "--env=NOTE=n", "--", "--config=c.py", "--fails=1:7", ok=False
+        "my-slice", "us-central1-c", "--group", python, "--env=NOTE=n", "--", "--config=/c.py", "--fails=1:7", ok=False
     )
     assert done.returncode == 7
     lines = done.stdout.splitlines()
@@ -246,7 +246,7 @@ def test_a_managed_instance_group_runs_one_process_per_instance(pod):
     listed = ["compute", "instance-groups", "managed", "list-instances", "my-slice"]
     assert [call for call in run.calls if call[:5] == listed] == [run.calls[0]]
     assert "ended with exit status 7" in run("my-slice", "us-central1-c", "--group", "--status").stdout
-    dry = printed(run("my-slice", "z", "--group", python, "--dry_run", "--", "--config=c.py"))
+    dry = printed(run("my-slice", "z", "--group", python, "--dry_run", "--", "--config=/c.py"))
     assert ["gcloud", "compute", "ssh", "EACH_HOST"] in [words[:4] for words in dry]
     assert "--group names none" in run("my-slice", "z", "--group", "--join=t", ok=False).stderr
 
@@ -254,7 +254,7 @@ def test_a_managed_instance_group_runs_one_process_per_instance(pod):
 def test_a_job_without_a_place_for_others_is_not_joined(pod):
     run, python = pod(1), f"--python={sys.executable}"
     (run.root / "more" / "w0" / "dev").mkdir(parents=True)
-    run("t", "z", python, "--detach", "--", "--config=c.py", "--wait")
+    run("t", "z", python, "--detach", "--", "--config=/c.py", "--wait")
     run.wait_for("ready")
     refused = run("more", "z", python, "--join=t", ok=False)
     assert "lets no host join, or not yet: it must have begun, with --topology=split" in refused.stderr
@@ -264,12 +264,12 @@ def test_a_job_without_a_place_for_others_is_not_joined(pod):
 def test_restarts_on_infrastructure_failure_only(pod):
     run = pod(1)
     python = f"--python={sys.executable}"
-    done = run("t", "z", python, "--", "--exit=42", "--exit=134", "--exit=0")
+    done = run("t", "z", python, "--", "--config=/c.py", "--exit=42", "--exit=134", "--exit=0")
     assert [line.split()[-1] for line in done.stdout.splitlines() if "attempt" in line] == ["0", "1", "2"]
-    done = run("t", "z", python, "--max_restarts=1", "--", "--exit=42", ok=False)
+    done = run("t", "z", python, "--max_restarts=1", "--", "--config=/c.py", "--exit=42", ok=False)
     assert done.returncode == 42 and done.stdout.count("attempt") == 2
     for code in (1, 75):
-        done = run("t", "z", python, "--", f"--exit={code}", ok=False)
+        done = run("t", "z", python, "--", "--config=/c.py", f"--exit={code}", ok=False)
         assert done.returncode == code and done.stdout.count("attempt") == 1
     home = run.root / "w0" / "podrl-run"
     assert (home / "work" / "starts").read_text() == "x" * (3 + 2 + 1 + 1)
@@ -279,11 +279,16 @@ def test_restarts_on_infrastructure_failure_only(pod):
 def test_status_stacks_and_kill(pod):
     run = pod(2)
     assert "never started podrl on this TPU" in run("t", "z", "--status", ok=False).stderr
-    assert run("t", "z", f"--python={sys.executable}", "--detach", "--", "--wait").stdout.count("started run") == 2
+    assert (
+        run("t", "z", f"--python={sys.executable}", "--detach", "--", "--config=/c.py", "--wait").stdout.count(
+            "started run"
+        )
+        == 2
+    )
     run.wait_for("ready")
     status = run("t", "z", "--status").stdout
     assert "READY" in status and "[w0] running, pid" in status and status.count("last line: ready") == 2
-    again = run("t", "z", f"--python={sys.executable}", "--", "--wait", ok=False)
+    again = run("t", "z", f"--python={sys.executable}", "--", "--config=/c.py", "--wait", ok=False)
     assert "podrl runs here already" in again.stderr and "--kill first" in again.stderr
     assert "asked 1 processes" in run("t", "z", "--stacks").stdout
     run.wait_for("most recent call first")
@@ -302,7 +307,7 @@ def test_status_stacks_and_kill(pod):
 
 def test_one_worker_that_fails_makes_the_whole_fail_with_its_code(pod):
     run = pod(3)
-    done = run("t", "z", f"--python={sys.executable}", "--", "--fails=1:3", ok=False)
+    done = run("t", "z", f"--python={sys.executable}", "--", "--config=/c.py", "--fails=1:3", ok=False)
     assert done.returncode == 3
     assert [line for line in sorted(done.stdout.splitlines()) if "exit status" in line] == [
         "[w0] exit status 0",
@@ -315,7 +320,7 @@ def test_one_worker_that_fails_makes_the_whole_fail_with_its_code(pod):
 def test_a_worker_that_cannot_install_starts_nobody(pod):
     run = pod(2)
     (run.root / "w1" / "python").write_text("#!/bin/sh\nexit 1\n")
-    done = run("t", "z", f"--python={run.root}/w1/python", "--", "--config=c.py", ok=False)
+    done = run("t", "z", f"--python={run.root}/w1/python", "--", "--config=/c.py", ok=False)
     assert "does not run on this worker" in done.stderr and "started run" not in done.stdout
 
 
@@ -323,7 +328,17 @@ def test_ctrl_c_stops_following_and_not_the_run(pod):
     run = pod(2)
     script = str(run.checkout / "launch" / "tpu_vm.sh")
     # A process started in the background, as these tests may be, ignores SIGINT, and so do its children.
-    command = ["env", "--default-signal=INT", script, "t", "z", f"--python={sys.executable}", "--", "--wait"]
+    command = [
+        "env",
+        "--default-signal=INT",
+        script,
+        "t",
+        "z",
+        f"--python={sys.executable}",
+        "--",
+        "--config=/c.py",
+        "--wait",
+    ]
     following = subprocess.Popen(
         command,
         env=run.environment,
@@ -348,7 +363,7 @@ def test_ctrl_c_stops_following_and_not_the_run(pod):
 
 def test_after_a_reboot_another_process_of_the_same_number_is_left_alone(pod):
     run = pod(1)
-    run("t", "z", f"--python={sys.executable}", "--", "--config=c.py")
+    run("t", "z", f"--python={sys.executable}", "--", "--config=/c.py")
     state = run.root / "w0" / "podrl-run" / "state"
     (state / "exit_code").unlink()
     stranger = subprocess.Popen(["sleep", "6000"], start_new_session=True)
@@ -360,7 +375,7 @@ def test_after_a_reboot_another_process_of_the_same_number_is_left_alone(pod):
         assert "[w0] exit status unknown" in run("t", "z", "--logs", ok=False).stdout
     assert "podrl does not run here" in run("t", "z", "--kill", "--grace=1").stdout
     assert stranger.poll() is None
-    assert "[w0] exit status 0" in run("t", "z", f"--python={sys.executable}", "--", "--config=c.py").stdout
+    assert "[w0] exit status 0" in run("t", "z", f"--python={sys.executable}", "--", "--config=/c.py").stdout
     stranger.kill()
     stranger.wait()
 
@@ -390,21 +405,21 @@ def test_installs_what_the_lock_file_names_once_and_nothing_else(pod, tmp_path, 
     digest = hashlib.sha256(wheel(folder, "locked").read_bytes()).hexdigest()
     lock.write_text(f"locked==1.0 --hash=sha256:{digest}\n")
     wheel(folder, "wanted")
-    first = run("t", "z", "--", "--config=c.py").stdout
+    first = run("t", "z", "--", "--config=/c.py").stdout
     assert "installed what requirements-tpu.lock names\n" in first
     python = (run.root / "w0/podrl-run/state/python").read_text().strip()
     assert python == str(run.root / "w0/podrl-run/venv/bin/python") and os.access(python, os.X_OK)
     assert subprocess.run([python, "-c", "import locked"], check=False).returncode == 0
     assert subprocess.run([python, "-c", "import wanted"], capture_output=True, check=False).returncode == 1
-    assert "installed already" in run("t", "z", "--", "--config=c.py").stdout
+    assert "installed already" in run("t", "z", "--", "--config=/c.py").stdout
     digest = hashlib.sha256((folder / "wanted-1.0-py3-none-any.whl").read_bytes()).hexdigest()
     (run.checkout / "requirements-wanted.lock").write_text(f"wanted==1.0 --hash=sha256:{digest}\n")
-    assert "names, and wanted\n" in run("t", "z", "--extra=wanted", "--", "--config=c.py").stdout
+    assert "names, and wanted\n" in run("t", "z", "--extra=wanted", "--", "--config=/c.py").stdout
     assert subprocess.run([python, "-c", "import wanted"], check=False).returncode == 0
     lock.write_text(f"locked==1.0 --hash=sha256:{'0' * 64}\n")
-    tampered = run("t", "z", "--", "--config=c.py", ok=False)
+    tampered = run("t", "z", "--", "--config=/c.py", ok=False)
     assert "DO NOT MATCH THE HASHES" in tampered.stderr and "started run" not in tampered.stdout
-    missing = run("t", "z", "--lock=other.lock", "--", "--config=c.py", ok=False)
+    missing = run("t", "z", "--lock=other.lock", "--", "--config=/c.py", ok=False)
     assert "other.lock is missing from the copied checkout" in missing.stderr
 
 
@@ -472,8 +487,8 @@ def test_code_goes_along_only_to_the_bucket_of_the_run(pod, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["t", "z", "--config=c.py"], "podrl's own flags stand after --"),
-        (["t", "--", "--config=c.py"], "expected TPU and ZONE, got 1 names"),
+        (["t", "z", "--config=/c.py"], "podrl's own flags stand after --"),
+        (["t", "--", "--config=/c.py"], "expected TPU and ZONE, got 1 names"),
         (["t", "z"], "give podrl's flags after --"),
         (["t", "z", "--env=1A=b", "--", "--x"], "must be NAME=VALUE"),
         (["t", "z", "--env=PODRL_SECRET=s3", "--", "--x"], "to everyone who lists processes: leave it out"),

@@ -73,7 +73,8 @@ def test_a_reward_function_that_gives_no_rewards_is_found(body, message, tmp_pat
 
 
 def test_what_episodes_give_is_no_missing_field_and_tools_of_servers_may_be_named(tmp_path):
-    servers = {"mcp": ("python no_server.py",), "max_calls_per_tool": {"search": 2}}
+    (tmp_path / "server.py").write_text("")
+    servers = {"mcp": (f"python {tmp_path}/server.py",), "max_calls_per_tool": {"search": 2}}
     env = {"environment": "tools", "tools": ("calculator", "snippet_search"), **servers}
     rollout = {"max_prompt_length": 128, "max_response_tokens": 64}
     made = values(data=records(tmp_path), reward={"fns": ("number", "failed_calls")}, env=env, rollout=rollout)

@@ -28,7 +28,7 @@ def test_a_dry_run_tells_the_roles_and_the_arithmetic(tmp_path, monkeypatch, cap
     assert job.dry_run(configured(trainer={"max_steps": 10}), "runs/x") == EXIT_DONE
     text = " ".join(capsys.readouterr().out.split())
     for part in (
-        '"algorithm": "sft"',
+        "Algorithm sft: mean of -log p",
         "Roles",
         "fsdp=8",
         "Batch arithmetic",
@@ -53,7 +53,7 @@ def test_the_likelihood_is_that_of_the_distribution_itself_unless_the_configurat
         ({"trainer": {"max_steps": None}}, "max_steps"),
         ({"reward": {"fns": ("answer",)}}, r"config\.reward means nothing with algorithm=sft.*--config=sft_tiny\.py"),
         ({"trainer": {"mini_batch_size": 8}}, r"mini_batch_size=8 means nothing .* set sft\.batch_size=64 "),
-        ({"grpo": {"beta": 0.1}}, r"no field config\.grpo"),
+        ({"grpo": {"beta": 0.1}}, r"config has no key 'grpo'"),
         ({"roles": {"critic": {"mesh": "fsdp=2"}}}, r"roles\.critic\.mesh='fsdp=2'.*supervised training"),
     ],
 )

@@ -85,7 +85,7 @@ def test_settings_of_rewards_are_those_of_a_job():
 @pytest.mark.parametrize(
     ("fns", "given", "said"),
     [
-        ("code", "code.cpus=2", "no field config.reward.code.cpus.*'cpu_s'"),
+        ("code", "code.cpus=2", "config.reward.code has no key 'cpus'.*'cpu_s'"),
         ("code", "code.cpu_s=two", "reward.code.cpu_s='two'"),
         ("code", "code.cpu_s=0", "reward.code.cpu_s=0"),
         ("code", "code.cpu_s", "must be --config.reward.KEY=VALUE"),
