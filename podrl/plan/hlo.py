@@ -178,7 +178,7 @@ class _Reader:
         return total
 
     def _instruction(self, total: _Sum, i: Instruction, types: Mapping[str, str], depth: int) -> None:
-        if i.opcode in _FREE or i.opcode.endswith("-done"):
+        if i.opcode in _FREE or i.opcode.endswith(("-done", "-update")):  # parts of what a -start counts
             return
         if i.opcode == "while":
             count = self._trip_count(i, types)
