@@ -22,7 +22,32 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 BASE_URL, API_KEY = "OPENAI_BASE_URL", "OPENAI_API_KEY"
+KINDS = ("agent", "environment", "grading", "infrastructure")
 _OTHERS = ("ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY")  # the same endpoint; Anthropic's clients append /v1 themselves
+
+
+class Lost(Exception):  # noqa: N818 - a lost sample, not an error of the agent
+    """Raised by `solve` if a task cannot be solved or judged, for a reason that is not the agent's.
+
+    The sample leaves the loss, as after any other error; `env/failed/KIND` counts it. A reward of 0 instead would teach
+    the model that its answer was wrong.
+    """
+
+    def __init__(self, kind: str, why: str) -> None:
+        """Names the part that failed.
+
+        Args:
+          kind: 'environment' for what the agent acts on, such as a sandbox or a service; 'grading' for the judgement of
+            its answer; 'infrastructure' for machines and networks; 'agent' for the agent itself.
+          why: the reason, for the log.
+
+        Raises:
+          ValueError: there is no such kind.
+        """
+        if kind not in KINDS:
+            raise ValueError(f"kind={kind!r} must be one of {', '.join(KINDS)}")
+        super().__init__(why)
+        self.kind = kind
 
 
 def serve(solve: Callable[[dict[str, Any]], Any]) -> None:
@@ -49,8 +74,9 @@ def serve(solve: Callable[[dict[str, Any]], Any]) -> None:
         try:
             result = _fields(solve(request["task"]))
             written = json.dumps({**result, "id": request["id"]})
-        except Exception:  # noqa: BLE001 - podrl receives the error and counts the lost sample
-            written = json.dumps({"id": request["id"], "error": traceback.format_exc()[-4000:]})
+        except Exception as error:  # noqa: BLE001 - podrl receives the error and counts the lost sample
+            kind = error.kind if isinstance(error, Lost) else "agent"
+            written = json.dumps({"id": request["id"], "error": traceback.format_exc()[-4000:], "kind": kind})
         results.write(written + "\n")
         results.flush()
 

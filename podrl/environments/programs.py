@@ -13,7 +13,7 @@ import shutil
 import signal
 import sys
 from collections.abc import AsyncIterator
-from typing import Literal, Protocol
+from typing import Literal, Protocol, cast, get_args
 
 from podrl.environments.config import EnvironmentConfig
 from podrl.environments.front import Front, FrontSettings
@@ -23,8 +23,8 @@ from podrl.mappings import JsonObject
 from podrl.workers.user_code import Limits
 from podrl.workers.user_objects import LoadError
 
-Kind = Literal["agent", "infrastructure"]
-_KINDS: tuple[Kind, ...] = ("agent", "infrastructure")
+Kind = Literal["agent", "environment", "grading", "infrastructure"]
+_KINDS: tuple[Kind, ...] = get_args(Kind)
 _LINE_BYTES = 64 << 20  # longest line that a program may write
 _TAIL = 20  # last lines of standard error that a failure shows
 _FILE_BYTES = 64 << 20  # largest number of bytes of standard error that are kept in the run directory, for each worker
@@ -37,7 +37,9 @@ class AgentFailure(Exception):  # noqa: N818 - a lost sample, not an error of th
     """A program failed, and its sample is lost; the message ends with what it wrote to standard error.
 
     Attributes:
-      kind: 'agent' if the program failed, 'infrastructure' if the endpoint did.
+      kind: part that failed. 'agent': the program; 'environment': what it acts on, such as a sandbox; 'grading': the
+        judgement of its answer; 'infrastructure': the endpoint, or a machine. A program names the last three by
+        podrl.agent.Lost.
       process_alive: True if the process is ready for its next task.
     """
 
@@ -429,9 +431,10 @@ def _result(reply: JsonObject, log: _Log) -> Result:
       AgentFailure: the reply is not a result, or says that the program raised an error.
     """
     if "error" in reply:
-        error = str(reply["error"])
+        error, kind = str(reply["error"]), reply.get("kind")
         log.add(error.encode(errors="replace") + b"\n")
-        raise AgentFailure("agent", f"The program raised an error.\n{error.strip()[-4000:]}", process_alive=True)
+        named = cast(Kind, kind) if kind in _KINDS else "agent"
+        raise AgentFailure(named, f"The program raised an error.\n{error.strip()[-4000:]}", process_alive=True)
     reward, metrics, text = reply.get("reward"), reply.get("metrics") or {}, reply.get("text")
     if not isinstance(metrics, dict):
         raise _bad_value("metrics", metrics, "an object of numbers")

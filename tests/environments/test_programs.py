@@ -4,20 +4,21 @@ counted."""
 import asyncio
 import json
 import pathlib
+import typing
 
 import jax
 import numpy as np
 import pytest
 from waits import is_running, until
 
-from podrl import serve
+from podrl import agent, serve
 from podrl.config import merge
 from podrl.data.dialogue import Dialogue
 from podrl.engine.config import Sampling
 from podrl.environments.config import EnvironmentConfig
 from podrl.environments.finished_episodes import FinishedEpisode
 from podrl.environments.journal import Files, Journal
-from podrl.environments.programs import ProgramEnvironment
+from podrl.environments.programs import Kind, ProgramEnvironment
 from podrl.environments.workers import Episodes
 from podrl.job.config import parse
 from podrl.launch import find_config, load_config
@@ -130,6 +131,11 @@ def fails(task):
     if task["sample"] == 0:
         print("the reason is here", file=sys.stderr)
         raise RuntimeError("broken")
+
+
+def loses(task):
+    ask([USER])
+    raise podrl.agent.Lost(podrl.agent.KINDS[task["sample"]], "it cannot be judged")
 
 
 def leaves(task):
@@ -364,6 +370,16 @@ def test_a_program_that_fails_is_a_lost_sample(play, name):
     rollouts = play(name)
     assert (rollouts.stop_B == STOP_DEADLINE).tolist() == [True, False, False, False]
     assert [metrics_of(rollouts, b)["failed/agent"] for b in range(4)] == [1.0, 0.0, 0.0, 0.0]
+
+
+def test_lost_samples_are_counted_by_the_part_that_failed(play):
+    rollouts = play("loses", failed_share=1.0)
+    assert (rollouts.stop_B == STOP_DEADLINE).all()
+    counts = [[metrics_of(rollouts, b)[f"failed/{kind}"] for kind in agent.KINDS] for b in range(4)]
+    np.testing.assert_array_equal(counts, np.eye(4))
+    assert typing.get_args(Kind) == agent.KINDS
+    with pytest.raises(ValueError, match="kind='model' must be one of agent"):
+        agent.Lost("model", "")
 
 
 @pytest.mark.parametrize(

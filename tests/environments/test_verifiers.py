@@ -8,6 +8,7 @@ import pathlib
 import shutil
 import sys
 import threading
+import types
 
 import jax
 import numpy as np
@@ -51,6 +52,21 @@ def test_the_agent_program_needs_only_verifiers_and_the_standard_library():
     names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     names += [node.module for node in nodes if isinstance(node, ast.ImportFrom)]
     assert {name.split(".")[0] for name in names} - sys.stdlib_module_names == {"verifiers"}
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        *[("HarnessError", "agent"), ("SandboxError", "environment"), ("TaskError", "grading")],
+        *[("TunnelError", "infrastructure"), ("KeyError", "agent"), (None, "agent")],
+    ],
+)
+def test_a_failed_episode_is_lost_by_the_part_that_failed(error, kind):
+    errors = [types.SimpleNamespace(type=error, message="why")] if error else []
+    episode = types.SimpleNamespace(ok=False, errors=[], traces=[types.SimpleNamespace(errors=errors)])
+    with pytest.raises(verifiers_agent._agent().Lost) as lost:
+        verifiers_agent._result(episode)
+    assert lost.value.kind == kind
 
 
 @pytest.fixture
