@@ -18,6 +18,8 @@ import json
 import os
 import sys
 import traceback
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -53,6 +55,25 @@ def serve(solve: Callable[[dict[str, Any]], Any]) -> None:
             written = json.dumps({"id": request["id"], "error": traceback.format_exc()[-4000:]})
         results.write(written + "\n")
         results.flush()
+
+
+def reward(request: str, reward: float) -> None:
+    """Rewards one answer of the model; the reward of the task is added to the rewards of its answers.
+
+    Args:
+      request: `id` of the answer, as in `answer.id` of openai's clients.
+      reward: reward of the answer, a finite number; rewards of the same answer are added up.
+
+    Raises:
+      ValueError: podrl refused the reward; for example, the answer is not trained.
+    """
+    address = os.environ[BASE_URL].removesuffix("/v1") + "/podrl/reward"
+    headers = {"Authorization": f"Bearer {os.environ[API_KEY]}", "Content-Type": "application/json"}
+    body = json.dumps({"request": request, "reward": reward}).encode()
+    try:
+        urllib.request.urlopen(urllib.request.Request(address, body, headers)).close()
+    except urllib.error.HTTPError as error:
+        raise ValueError(json.load(error)["error"]["message"]) from None
 
 
 def _fields(result: Any) -> dict[str, object]:

@@ -63,6 +63,8 @@ class EndpointModel(Protocol):
 
     def drop(self, request: int) -> None: ...
 
+    def reward(self, answer: str, reward: float) -> None: ...
+
     def clock(self, *, runs: bool) -> None: ...
 
 
@@ -257,12 +259,25 @@ class ProgramEnvironment:
                 error = RefusedRequest(400, "context_length_exceeded", why, "messages")
             front.send_refusal(number, error)
 
+    def _take_reward(self, session: _Session, number: int, answer: str, reward: float) -> None:
+        """Adds a reward at once: the program may end as soon as it has the answer to its request."""
+        assert self._front is not None
+        try:
+            session.model.reward(answer, reward)
+        except RefusedRequest as error:
+            self._front.send_refusal(number, error)
+        else:
+            self._front.send_answer(number, Answer(answer, 0, (), ()))
+
     # The methods of podrl.environments.front.Handler.
 
     def on_request(self, number: int, episode: str, request: ParsedRequest) -> None:
         """Answers a request as soon as the model is free."""
         if (session := self._sessions.get(episode)) is None:
             return  # the front refused the request when the episode's key was closed
+        if (reward := request.model_request.reward) is not None:
+            self._take_reward(session, number, *reward)
+            return
         overlaps = bool(session.open)
         session.open.add(number)
         self._session_of_request[number] = session

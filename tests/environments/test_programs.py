@@ -38,8 +38,9 @@ SURE = {"role": "user", "content": "Sure?"}
 
 def ask(messages, path="/v1/chat/completions", headers={}, **settings):
     said = {"messages": messages} if messages else {}
-    said |= {} if "generate" in path else {"max_tokens": 5}
-    body = json.dumps({"model": "policy", **said, **settings}).encode()
+    said |= {} if "generate" in path or "reward" in path else {"max_tokens": 5}
+    said |= {} if "reward" in path else {"model": "policy"}
+    body = json.dumps({**said, **settings}).encode()
     headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json", **headers}
     request = urllib.request.Request(os.environ["OPENAI_BASE_URL"].removesuffix("/v1") + path, body, headers)
     try:
@@ -73,6 +74,23 @@ def random(task):
     ask([USER, says(first), more])
     drawn = os.urandom(2)
     return {"reward": drawn[0] / 256, "metrics": {"drawn": drawn[1]}, "text": more["content"]}
+
+
+def rewards(task):
+    first, other = ask([USER]), ask([SURE])
+    last = ask([USER, says(first), SURE])
+    podrl.agent.reward(first["id"], 0.25)
+    podrl.agent.reward(last["id"], 2)
+    aside = ask([SURE], model="policy:aside")
+    key = os.environ["OPENAI_API_KEY"]
+    cases = [(aside["id"], 1.0, key, "unknown_request"), ("chatcmpl-77", 1.0, key, "unknown_request")]
+    cases += [(first["id"], value, key, "unsupported_parameter") for value in (None, "1", True, 1e308)]
+    cases += [(first["id"], float("nan"), key, "invalid_json"), (first["id"], 1.0, "dead", "invalid_api_key")]
+    for request, value, key, code in cases:
+        body = ask([], path="/podrl/reward", request=request, reward=value, headers={"Authorization": "Bearer " + key})
+        assert body["error"]["code"] == code, (request, value, body)
+    podrl.agent.reward(other["id"], -1.0)
+    return 8.0
 
 
 def refused(task):
@@ -293,6 +311,17 @@ def test_token_ids_go_on_with_a_branch_and_log_probabilities_are_those_of_the_ro
         sampled_T = rollouts.mask_BT[b] > 0
         assert found["logprob"] == pytest.approx(rollouts.raw_logprob_BT[b][sampled_T].sum(), abs=1e-3)
         assert rollouts.tokens_BT[b, int(found["length"]) - 1] == 108
+
+
+def test_rewards_of_answers_stand_at_their_last_tokens(play):
+    rollouts = play("rewards", response=140, failed_share=0.0)
+    assert not faults(rollouts, step=1, max_staleness=1)
+    for b in range(4):
+        turns = [turn for turn in rollouts.episodes[b]["turns"] if turn["by"] == "model"]
+        assert [turn["reward"] for turn in turns] == [0.25, 2.0, 7.0]
+        ends = np.flatnonzero(rollouts.mask_BT[b])[np.cumsum([turn["tokens"] for turn in turns]) - 1]
+        assert rollouts.turn_reward_BT[b][ends].tolist() == [0.25, 2.0, 7.0]
+        assert rollouts.turn_reward_BT[b].sum() == rollouts.episodes[b]["reward"] == 9.25
 
 
 def test_requests_that_open_a_branch_are_counted_by_their_reason_and_twins_draw_the_same_in_every_run(play):
