@@ -27,6 +27,21 @@ BASE_URL, API_KEY = "OPENAI_BASE_URL", "OPENAI_API_KEY"
 _OTHERS = ("ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY")  # the same endpoint; Anthropic's clients append /v1 themselves
 
 
+class Failure(Exception):  # noqa: N818 - a lost sample, not an error of this program
+    """`solve` raises it where its own code is not to blame for the lost sample, which podrl counts by `kind`."""
+
+    def __init__(self, kind: str, why: str) -> None:
+        """Keeps the arguments.
+
+        Args:
+          kind: 'environment' if what the agent acts on failed, such as a sandbox; 'grading' if the reward cannot be
+            computed; 'infrastructure' if a machine or a service failed; else 'agent'.
+          why: explanation.
+        """
+        super().__init__(why)
+        self.kind = kind
+
+
 def serve(solve: Callable[[dict[str, Any]], Any]) -> None:
     """Solves one task after the other until podrl closes the standard input.
 
@@ -51,8 +66,9 @@ def serve(solve: Callable[[dict[str, Any]], Any]) -> None:
         try:
             result = _fields(solve(request["task"]))
             written = json.dumps({**result, "id": request["id"]})
-        except Exception:  # noqa: BLE001 - podrl receives the error and counts the lost sample
-            written = json.dumps({"id": request["id"], "error": traceback.format_exc()[-4000:]})
+        except Exception as error:  # noqa: BLE001 - podrl receives the error and counts the lost sample
+            kind = error.kind if isinstance(error, Failure) else "agent"
+            written = json.dumps({"id": request["id"], "error": traceback.format_exc()[-4000:], "kind": kind})
         results.write(written + "\n")
         results.flush()
 
@@ -81,6 +97,6 @@ def _fields(result: Any) -> dict[str, object]:
         return {}
     if isinstance(result, Mapping):
         if unknown := set(result) - {"reward", "metrics", "text"}:
-            raise ValueError(f"the result has {sorted(unknown)}, and may have reward, metrics and text")
+            raise Failure("grading", f"the result has {sorted(unknown)}, and may have reward, metrics and text")
         return dict(result)
     return {"reward": float(result)}
