@@ -22,6 +22,9 @@ _KEY = "PODRL_VERIFIERS_KEY"  # environment variables with the keys of episodes 
 REFUSED = 3  # exit code if tasks cannot run as they are set; the last line of standard error says why
 # verifiers keeps a client for each key until its server ends, so its server is started again after this many episodes.
 _EPISODES = 256
+# Kinds of lost samples (podrl.agent.Failure) by verifiers' types of errors; other errors count as the agent's.
+_KINDS = {"SandboxError": "environment", "ToolsetError": "environment", "UserError": "environment"}
+_KINDS |= dict.fromkeys(("ProviderError", "InterceptionError", "TunnelError"), "infrastructure")
 _players: "dict[str, Player]" = {}  # environments of this process by their [env] block
 
 
@@ -88,7 +91,8 @@ class Player:
         """Plays one episode and returns its result, see podrl.agent.serve.
 
         Raises:
-          RuntimeError: the episode failed, or its traces have different rewards.
+          podrl.agent.Failure: the episode failed.
+          RuntimeError: its traces have different rewards.
         """
         from verifiers.v1 import EvalClientConfig, ModelContext  # pyright: ignore[reportMissingImports]
 
@@ -117,7 +121,9 @@ class Player:
 def _result(episode: Any) -> Mapping[str, Any]:
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     if not episode.ok:
-        raise RuntimeError("\n".join(f"{error.type}: {error.message}" for error in errors) or "the episode failed")
+        kind = next((_KINDS[error.type] for error in errors if error.type in _KINDS), "agent")
+        why = "\n".join(f"{error.type}: {error.message}" for error in errors) or "the episode failed"
+        raise _agent().Failure(kind, why)
     trained = [trace for trace in episode.traces if trace.agent.trainable]
     if len({trace.reward for trace in trained}) != 1:
         rewards = {trace.agent.name: trace.reward for trace in trained}
@@ -163,6 +169,7 @@ def _solve(runner: asyncio.Runner, task: Mapping[str, Any]) -> Mapping[str, Any]
     return runner.run(player.play(own, os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]))
 
 
+@functools.cache
 def _agent() -> Any:
     """Loads podrl/agent.py, which needs only the standard library, without the package podrl around it."""
     path = pathlib.Path(__file__).resolve().parent.parent / "agent.py"

@@ -8,6 +8,7 @@ import pathlib
 import shutil
 import sys
 import threading
+import types
 
 import jax
 import numpy as np
@@ -51,6 +52,23 @@ def test_the_agent_program_needs_only_verifiers_and_the_standard_library():
     names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     names += [node.module for node in nodes if isinstance(node, ast.ImportFrom)]
     assert {name.split(".")[0] for name in names} - sys.stdlib_module_names == {"verifiers"}
+
+
+@pytest.mark.parametrize(
+    ("names", "kind"),
+    [
+        (["SandboxError"], "environment"),
+        (["ProviderError"], "infrastructure"),
+        (["HarnessError"], "agent"),
+        ([], "agent"),
+    ],
+)
+def test_errors_of_verifiers_are_counted_by_their_kind(names, kind):
+    errors = [types.SimpleNamespace(type=name, message="gone") for name in names]
+    episode = types.SimpleNamespace(ok=False, errors=errors, traces=[])
+    with pytest.raises(verifiers_agent._agent().Failure) as raised:
+        verifiers_agent._result(episode)
+    assert raised.value.kind == kind
 
 
 @pytest.fixture
