@@ -18,34 +18,26 @@ import json
 import os
 import sys
 import traceback
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Mapping
 from typing import Any
 
 BASE_URL, API_KEY = "OPENAI_BASE_URL", "OPENAI_API_KEY"
-KINDS = ("agent", "environment", "grading", "infrastructure")
 _OTHERS = ("ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY")  # the same endpoint; Anthropic's clients append /v1 themselves
 
 
-class Lost(Exception):  # noqa: N818 - a lost sample, not an error of the agent
-    """Raised by `solve` if a task cannot be solved or judged, for a reason that is not the agent's.
-
-    The sample leaves the loss, as after any other error; `env/failed/KIND` counts it. A reward of 0 instead would teach
-    the model that its answer was wrong.
-    """
+class Failure(Exception):  # noqa: N818 - a lost sample, not an error of this program
+    """`solve` raises it where its own code is not to blame for the lost sample, which podrl counts by `kind`."""
 
     def __init__(self, kind: str, why: str) -> None:
-        """Names the part that failed.
+        """Keeps the arguments.
 
         Args:
-          kind: 'environment' for what the agent acts on, such as a sandbox or a service; 'grading' for the judgement of
-            its answer; 'infrastructure' for machines and networks; 'agent' for the agent itself.
-          why: the reason, for the log.
-
-        Raises:
-          ValueError: there is no such kind.
+          kind: 'environment' if what the agent acts on failed, such as a sandbox; 'grading' if the reward cannot be
+            computed; 'infrastructure' if a machine or a service failed; else 'agent'.
+          why: explanation.
         """
-        if kind not in KINDS:
-            raise ValueError(f"kind={kind!r} must be one of {', '.join(KINDS)}")
         super().__init__(why)
         self.kind = kind
 
@@ -75,10 +67,29 @@ def serve(solve: Callable[[dict[str, Any]], Any]) -> None:
             result = _fields(solve(request["task"]))
             written = json.dumps({**result, "id": request["id"]})
         except Exception as error:  # noqa: BLE001 - podrl receives the error and counts the lost sample
-            kind = error.kind if isinstance(error, Lost) else "agent"
+            kind = error.kind if isinstance(error, Failure) else "agent"
             written = json.dumps({"id": request["id"], "error": traceback.format_exc()[-4000:], "kind": kind})
         results.write(written + "\n")
         results.flush()
+
+
+def reward(request: str, reward: float) -> None:
+    """Rewards one answer of the model; the reward of the task is added to the rewards of its answers.
+
+    Args:
+      request: `id` of the answer, as in `answer.id` of openai's clients.
+      reward: reward of the answer, a finite number; rewards of the same answer are added up.
+
+    Raises:
+      ValueError: podrl refused the reward; for example, the answer is not trained.
+    """
+    address = os.environ[BASE_URL].removesuffix("/v1") + "/podrl/reward"
+    headers = {"Authorization": f"Bearer {os.environ[API_KEY]}", "Content-Type": "application/json"}
+    body = json.dumps({"request": request, "reward": reward}).encode()
+    try:
+        urllib.request.urlopen(urllib.request.Request(address, body, headers)).close()
+    except urllib.error.HTTPError as error:
+        raise ValueError(json.load(error)["error"]["message"]) from None
 
 
 def _fields(result: Any) -> dict[str, object]:
@@ -86,6 +97,6 @@ def _fields(result: Any) -> dict[str, object]:
         return {}
     if isinstance(result, Mapping):
         if unknown := set(result) - {"reward", "metrics", "text"}:
-            raise ValueError(f"the result has {sorted(unknown)}, and may have reward, metrics and text")
+            raise Failure("grading", f"the result has {sorted(unknown)}, and may have reward, metrics and text")
         return dict(result)
     return {"reward": float(result)}

@@ -151,6 +151,9 @@ class EnvironmentConfig:
         wait for a free process. Episodes that have paused at the end of a window of tokens keep their processes, which
         do not count here.
       failed_share: largest share of the samples of a batch whose programs may fail; more failures end the job.
+      history: 'template' opens a branch where the chat template renders earlier turns differently from how they were
+        sampled, as templates that drop thoughts do: the model then reads what it will read when deployed. 'append'
+        continues the sampled tokens there.
       tools: Python tools: 'file.py:function', 'package.module:function' or the name of a built-in tool.
       mcp: servers that offer tools, each an MCPServer or only its target.
       parser: format in which the model writes a tool call. 'call_tool' (also 'v20250824'), 'tool' (also 'unified') and
@@ -189,6 +192,7 @@ class EnvironmentConfig:
     verifiers: str = ""
     processes: Count = 16
     failed_share: Share = 0.2
+    history: Literal["template", "append"] = "template"
     tools: tuple[str, ...] = ()
     mcp: tuple[MCPServer | str, ...] = ()
     parser: Parser = "call_tool"

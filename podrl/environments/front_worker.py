@@ -20,7 +20,7 @@ import uvloop
 
 from podrl.environments.front_http import BACKLOG, Client, parse, serving, to_json
 from podrl.environments.front_page import FrontPage
-from podrl.environments.wire import chat, completions, generate, messages, responses
+from podrl.environments.wire import chat, completions, generate, messages, responses, reward
 from podrl.environments.wire.requests import ASIDE, Answer, AnswerPart, Choice, ParsedRequest, RefusedRequest
 from podrl.mappings import JsonObject
 from podrl.runtime.sockets import raise_descriptor_limit
@@ -36,6 +36,7 @@ _DIALECTS: Mapping[str, Any] = {
     "/v1/messages": messages,
     "/v1/completions": completions,
     "/inference/v1/generate": generate,
+    reward.PATH: reward,
 }
 _TYPED = ("/v1/responses", "/v1/messages")  # paths whose errors and events have a field `type`
 _JSON = "application/json"
@@ -137,7 +138,7 @@ class Endpoint:
                 self._exchanges[number][1].receive(AnswerPart(**{**fields, "choice": Choice(**fields["choice"])}))
             case {"answer": number, "fields": fields} if number in self._exchanges:
                 exchange, answer = self._exchanges[number][1], Answer.from_frame(fields, numbers)
-                if self._page is not None and exchange.outcome is None:
+                if self._page is not None and exchange.outcome is None and exchange.dialect is not reward:
                     self._page.add(exchange.request, answer)
                 exchange.receive(answer)
             case {"refusal": number, "fields": fields} if number in self._exchanges:

@@ -9,21 +9,23 @@ import itertools
 import json
 import os
 import pathlib
+import secrets
 import shutil
 import signal
 import sys
 from collections.abc import AsyncIterator
-from typing import Literal, Protocol, cast, get_args
+from typing import Literal, Protocol, get_args
 
 from podrl.environments.config import EnvironmentConfig
 from podrl.environments.front import Front, FrontSettings
 from podrl.environments.protocol import Ended, Result, Task
 from podrl.environments.wire.requests import Answer, ParsedRequest, RefusedRequest
 from podrl.mappings import JsonObject
+from podrl.workers import leftovers
 from podrl.workers.user_code import Limits
 from podrl.workers.user_objects import LoadError
 
-Kind = Literal["agent", "environment", "grading", "infrastructure"]
+Kind = Literal["agent", "environment", "infrastructure", "grading"]
 _KINDS: tuple[Kind, ...] = get_args(Kind)
 _LINE_BYTES = 64 << 20  # longest line that a program may write
 _TAIL = 20  # last lines of standard error that a failure shows
@@ -37,9 +39,8 @@ class AgentFailure(Exception):  # noqa: N818 - a lost sample, not an error of th
     """A program failed, and its sample is lost; the message ends with what it wrote to standard error.
 
     Attributes:
-      kind: part that failed. 'agent': the program; 'environment': what it acts on, such as a sandbox; 'grading': the
-        judgement of its answer; 'infrastructure': the endpoint, or a machine. A program names the last three by
-        podrl.agent.Lost.
+      kind: 'agent' if the program failed, 'infrastructure' if the endpoint did; 'environment' or 'grading' if the
+        program said so (podrl.agent.Failure), 'grading' also if its result cannot be read.
       process_alive: True if the process is ready for its next task.
     """
 
@@ -64,6 +65,8 @@ class EndpointModel(Protocol):
     async def answer(self, request: ParsedRequest, *, overlaps: bool = False) -> Answer: ...
 
     def drop(self, request: int) -> None: ...
+
+    def reward(self, answer: str, reward: float) -> None: ...
 
     def clock(self, *, runs: bool) -> None: ...
 
@@ -259,12 +262,25 @@ class ProgramEnvironment:
                 error = RefusedRequest(400, "context_length_exceeded", why, "messages")
             front.send_refusal(number, error)
 
+    def _take_reward(self, session: _Session, number: int, answer: str, reward: float) -> None:
+        """Adds a reward at once: the program may end as soon as it has the answer to its request."""
+        assert self._front is not None
+        try:
+            session.model.reward(answer, reward)
+        except RefusedRequest as error:
+            self._front.send_refusal(number, error)
+        else:
+            self._front.send_answer(number, Answer(answer, 0, (), ()))
+
     # The methods of podrl.environments.front.Handler.
 
     def on_request(self, number: int, episode: str, request: ParsedRequest) -> None:
         """Answers a request as soon as the model is free."""
         if (session := self._sessions.get(episode)) is None:
             return  # the front refused the request when the episode's key was closed
+        if (reward := request.model_request.reward) is not None:
+            self._take_reward(session, number, *reward)
+            return
         overlaps = bool(session.open)
         session.open.add(number)
         self._session_of_request[number] = session
@@ -318,8 +334,8 @@ class _Log:
 class _Runner:
     """A process of the program."""
 
-    def __init__(self, process: asyncio.subprocess.Process, log: _Log) -> None:
-        self._process, self._log = process, log
+    def __init__(self, process: asyncio.subprocess.Process, log: _Log, mark: str) -> None:
+        self._process, self._log, self._mark = process, log, mark
         self._last: collections.deque[str] = collections.deque(maxlen=_TAIL)
         self._reading = asyncio.create_task(self._read_errors())
 
@@ -329,16 +345,18 @@ class _Runner:
 
         A key never goes into the arguments of the command, which all users of the machine can read.
         """
+        # It begins with the mark of this worker, whose end also ends the program.
+        mark = f"{os.environ.get(leftovers.MARK, '')}{secrets.token_hex(8)}."
         process = await asyncio.create_subprocess_exec(
             *command,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
-            env={**os.environ, "OPENAI_BASE_URL": address},
+            env={**os.environ, "OPENAI_BASE_URL": address, leftovers.MARK: mark},
             start_new_session=True,
             limit=_LINE_BYTES,
         )
-        return cls(process, log)
+        return cls(process, log, mark)
 
     async def run_task(self, line: JsonObject) -> Result:
         """Gives the process a task.
@@ -370,12 +388,13 @@ class _Runner:
         return "".join(f"\n  {line}" for line in self._last)
 
     async def kill(self) -> None:
-        """Kills the process and its process group, and reads the rest of its standard error."""
+        """Kills the process and its descendants, and reads the rest of its standard error."""
         self.kill_now()
         await self._process.wait()
         await asyncio.wait({self._reading}, timeout=1.0)
 
     def kill_now(self) -> None:
+        leftovers.end_marked(self._mark)  # first, because a killed process does not show its descendants any more
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
@@ -433,8 +452,10 @@ def _result(reply: JsonObject, log: _Log) -> Result:
     if "error" in reply:
         error, kind = str(reply["error"]), reply.get("kind")
         log.add(error.encode(errors="replace") + b"\n")
-        named = cast(Kind, kind) if kind in _KINDS else "agent"
-        raise AgentFailure(named, f"The program raised an error.\n{error.strip()[-4000:]}", process_alive=True)
+        kind = reply.get("kind", "agent")
+        if kind not in _KINDS:
+            raise _bad_value("kind", kind, f"one of {', '.join(_KINDS)}")
+        raise AgentFailure(kind, f"The program raised an error.\n{error.strip()[-4000:]}", process_alive=True)
     reward, metrics, text = reply.get("reward"), reply.get("metrics") or {}, reply.get("text")
     if not isinstance(metrics, dict):
         raise _bad_value("metrics", metrics, "an object of numbers")
@@ -448,7 +469,7 @@ def _result(reply: JsonObject, log: _Log) -> Result:
 
 def _bad_value(name: str, value: object, must: str) -> AgentFailure:
     return AgentFailure(
-        "agent", f"The program gave {name}={str(value)[:200]!r}, which must be {must}.", process_alive=True
+        "grading", f"The program gave {name}={str(value)[:200]!r}, which must be {must}.", process_alive=True
     )
 
 

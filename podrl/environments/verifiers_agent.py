@@ -22,12 +22,10 @@ _KEY = "PODRL_VERIFIERS_KEY"  # environment variables with the keys of episodes 
 REFUSED = 3  # exit code if tasks cannot run as they are set; the last line of standard error says why
 # verifiers keeps a client for each key until its server ends, so its server is started again after this many episodes.
 _EPISODES = 256
-# The part that failed, for podrl.agent.Lost, by verifiers' own types of errors; other types are failures of the agent.
-_KINDS = {
-    **dict.fromkeys(("EnvError", "SandboxError", "ToolsetError"), "environment"),
-    "TaskError": "grading",  # the task's own code, most of which grades
-    **dict.fromkeys(("ProviderError", "InterceptionError", "TunnelError"), "infrastructure"),
-}
+# Kinds of lost samples (podrl.agent.Failure) by verifiers' types of errors; other errors count as the agent's.
+_KINDS = dict.fromkeys(("EnvError", "SandboxError", "ToolsetError"), "environment")
+_KINDS |= {"TaskError": "grading"}  # the task's own code, most of which grades
+_KINDS |= dict.fromkeys(("ProviderError", "InterceptionError", "TunnelError"), "infrastructure")
 _players: "dict[str, Player]" = {}  # environments of this process by their [env] block
 
 
@@ -94,7 +92,7 @@ class Player:
         """Plays one episode and returns its result, see podrl.agent.serve.
 
         Raises:
-          podrl.agent.Lost: the episode failed.
+          podrl.agent.Failure: the episode failed.
           RuntimeError: its traces have different rewards.
         """
         from verifiers.v1 import EvalClientConfig, ModelContext  # pyright: ignore[reportMissingImports]
@@ -124,8 +122,9 @@ class Player:
 def _result(episode: Any) -> Mapping[str, Any]:
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     if not episode.ok:
+        kind = next((_KINDS[error.type] for error in errors if error.type in _KINDS), "agent")
         why = "\n".join(f"{error.type}: {error.message}" for error in errors) or "the episode failed"
-        raise _agent().Lost(_KINDS.get(errors[0].type, "agent") if errors else "agent", why)
+        raise _agent().Failure(kind, why)
     trained = [trace for trace in episode.traces if trace.agent.trainable]
     if len({trace.reward for trace in trained}) != 1:
         rewards = {trace.agent.name: trace.reward for trace in trained}

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import inspect
 import json
+import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, BinaryIO, get_args
@@ -42,6 +43,8 @@ class RemoteModel:
         self._answers: dict[int, asyncio.Future[JsonObject]] = {}
         self._records: list[TurnRecord] = []
         self._dropped: list[int] = []
+        self._trained: set[str] = set()  # ids of answers that are trained
+        self._rewards: list[tuple[int, float]] = []
 
     async def say(
         self,
@@ -92,7 +95,7 @@ class RemoteModel:
             "reward": float(reward),
             "cuts": cuts,
             "cut_tokens": cut_tokens,
-        } | ({} if chat is None else {"chat": chat, "dropped": self.dropped()})
+        } | ({} if chat is None else {"chat": chat, **self.news()})
         self._turn = asyncio.get_running_loop().create_future()
         frame = {"turn_request": self._attempt, "fields": observation_fields, "records": [*self._records, *records]}
         self._send(frame | ({"overlaps": True} if overlaps else {}))
@@ -147,6 +150,8 @@ class RemoteModel:
         limits = {"stop": model_request.stop, "max_new": model_request.max_new}
         turn = await self.observe("", role="raw", reward=0.0, **limits, chat=chat_fields, overlaps=overlaps)
         choice = Choice(turn.text, turn.tokens, turn.logprobs, turn.pieces, turn.stop)
+        if not model_request.aside:
+            self._trained.add(answer.id)
         return dataclasses.replace(answer, prompt_ids=turn.prompt, choices=[choice])
 
     @property
@@ -158,10 +163,22 @@ class RemoteModel:
         """Reports that no client received the answer to a request, so that the host removes it from the sample."""
         self._dropped.append(request)
 
-    def dropped(self) -> list[int]:
-        """Returns the requests that were dropped since the last call."""
-        dropped, self._dropped = self._dropped, []
-        return dropped
+    def reward(self, answer: str, reward: float) -> None:
+        """Adds a reward to an earlier answer; its id may have the prefix that a dialect writes, as in 'chatcmpl-3'.
+
+        Raises:
+          RefusedRequest: the episode has no trained answer of this id.
+        """
+        if (number := re.split("[-_]", answer)[-1]) not in self._trained:
+            why = f"This episode has no answer {answer[:80]!r} that is trained: give the `id` of an earlier answer."
+            raise RefusedRequest(404, "unknown_request", why, "request")
+        self._rewards.append((int(number), reward))
+
+    def news(self) -> JsonObject:
+        """Returns the requests that were dropped, and the rewards that were given, since the last call."""
+        news = {"dropped": self._dropped, "rewards": self._rewards}
+        self._dropped, self._rewards = [], []
+        return news
 
     def clock(self, *, runs: bool) -> None:
         """Starts or stops the clock of env.deadline_s, which counts the time of the episode's own work."""
@@ -319,7 +336,7 @@ class _Worker:
                 result = await self._environment_of(task).run(task, self._models[attempt]) or result
             model = self._models[attempt]
             reason = "turns" if model.out_of_turns else "calls" if model.out_of_calls else "ended"
-            self.send({"done": attempt, "reason": reason, "dropped": model.dropped(), **_result_fields(result)})
+            self.send({"done": attempt, "reason": reason, **model.news(), **_result_fields(result)})
         except asyncio.CancelledError:
             raise
         except AgentFailure as failure:

@@ -38,6 +38,7 @@ class EpisodeObservation:
         is not shortened yet: the engine's side applies `podrl.environments.calls.shortened` before it encodes the text.
       chat: fields of a podrl.rollout.branches.ChatRequest, which replaces the observation; None for an observation.
       dropped: numbers of earlier requests of the episode whose answers no client received.
+      rewards: (number of an earlier request, reward of its answer) of each reward that a program gave.
       overlaps: True if the episode made this request while an earlier request of it was open.
       drawn: packed token columns (ids, log-probabilities, versions) of the answer to this request in an earlier run
         (podrl.rollout.partial.pack_turn), which answer it again; None for a request that the model must answer. If the
@@ -55,6 +56,7 @@ class EpisodeObservation:
     cut_tokens: int = 0
     chat: JsonObject | None = None
     dropped: Sequence[int] = ()
+    rewards: Sequence[tuple[int, float]] = ()
     overlaps: bool = False
     drawn: PackedTokens | None = None
 
@@ -72,8 +74,7 @@ class EpisodeEnd:
         model made a call beyond env.max_tool_calls; 'deadline' if env.deadline_s or env.blocked_s passed; 'failed' if
         the episode's program failed. After 'deadline' and 'failed' the sample must be left out of the loss.
       why: error of a program that failed, with the end of its standard error; '' for any other reason.
-      dropped: numbers of requests of the episode whose answers no client received, since the last
-        EpisodeObservation with `chat`.
+      dropped, rewards: as in an EpisodeObservation, since the last one with `chat`.
     """
 
     episode: int
@@ -83,6 +84,7 @@ class EpisodeEnd:
     reason: Literal["ended", "turns", "calls", "deadline", "failed"]
     why: str = ""
     dropped: Sequence[int] = ()
+    rewards: Sequence[tuple[int, float]] = ()
 
 
 @dataclasses.dataclass(frozen=True)

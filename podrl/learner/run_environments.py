@@ -109,7 +109,13 @@ def run_environments(
         host = Episodes(config, limits, journal=journal, on_call=called, error_files=errors)
         stack.callback(host.close)
         clock = cluster.config.rollout().clock
-        env_client = EnvironmentClient(host, Dialogue(cluster.tokenizer), clock=clock, failed_share=config.failed_share)
+        env_client = EnvironmentClient(
+            host,
+            Dialogue(cluster.tokenizer),
+            clock=clock,
+            failed_share=config.failed_share,
+            history=config.history,
+        )
         cluster.use_environments(env_client)
         stack.callback(cluster.use_environments, None)
         run.watchdog.wait_sources.append(lambda: env_client.waits_for)

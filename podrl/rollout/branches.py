@@ -104,6 +104,7 @@ class _Answer:
       first: index of the answer's first token in the track.
       request: hash of the request (`_digest`).
       end: index after the answer's last token in the track; None while the model samples the answer.
+      turn: record of the answer in the branch's `turns`; None while the model samples it, and for an aside.
       paused: reason why the answer ended, with the values of `Track.paused`; None while the model samples it.
     """
 
@@ -111,6 +112,7 @@ class _Answer:
     first: int
     request: str
     end: int | None = None
+    turn: dict[str, Any] | None = None
     paused: int | None = None
 
 
@@ -126,6 +128,7 @@ class Branches:
       current: branch of the newest request.
       forks: number of branches opened for each reason, without the first branch and without asides.
       dropped: number of answers that no client received.
+      rewards: (number of the request, reward of its answer) of each reward that was given to an answer.
       text: text of the newest answer that is trained.
       read: token ids of the newest request.
       repeated: True if the answer to the newest request, or its beginning, comes from a record.
@@ -141,6 +144,7 @@ class Branches:
         response: int,
         head: int,
         recording: bool,
+        append: bool,
     ) -> None:
         """Keeps the arguments.
 
@@ -153,10 +157,12 @@ class Branches:
           head: largest number of tokens of a branch that the engine takes as the branch's prompt; further tokens of the
             first request are appended (`Opening.tokens`).
           recording: True to record the experts that tokens take (`Track`).
+          append: see `Histories`.
         """
         self._tokenizer, self._key_2, self._prompt, self._sampling = tokenizer, key_2, prompt, sampling
         self._response, self._head, self._recording = response, head, recording
         self._histories: dict[str, Histories] = {}
+        self._append = append
         self._branches: list[_Branch] = []
         self._tracks: list[Track] = []  # of all branches, also of asides and of branches without answers
         self._answers: list[_Answer] = []
@@ -167,6 +173,7 @@ class Branches:
         self._toolsets: list[Sequence[ToolSchema]] = []  # the different tools of answered requests
         self.forks: collections.Counter[Fork] = collections.Counter()
         self.dropped = 0
+        self.rewards: list[tuple[int, float]] = []
         self.current: _Branch | None = None
         self.text = ""
         self.read: Sequence[int] = ()
@@ -294,6 +301,7 @@ class Branches:
         if request.aside:
             session.end(track, STOP_ENV)
             return
+        answer.turn = self.current.turns[-1]
         choice = Choice(turn.text, turn.tokens, (), (), turn.stop)
         if request.messages is None:
             self.text = visible_text(choice, request.stop)
@@ -334,6 +342,28 @@ class Branches:
         counts = {"chat_requests": self._requests, "chat_forks": forks, "chat_asides": self._asides}
         counts |= {f"front/forks/{reason}": self.forks[reason] for reason in get_args(Fork)}
         return {name: float(count) for name, count in {**counts, "front/dropped": self.dropped}.items()}
+
+    def place_rewards(self) -> list[tuple[int, float]]:
+        """Adds the rewards of answers to the records of their turns; call it once, before `joined`.
+
+        Returns:
+          (index of the answer's last token in the completion that `joined` makes, reward) of each reward, without the
+          rewards of answers that left the row.
+        """
+        begin, begins = 0, {}
+        for number, branch in enumerate(self._branches):
+            first = not number and branch.track.prompt is self._prompt
+            begin += 0 if first else len(branch.track.prompt)
+            begins[branch.track] = begin, len(branch.in_row(branch.track.tokens))
+            begin += begins[branch.track][1]
+        placed = []
+        for number, reward in self.rewards:
+            answer = self._answers[number]
+            begin, count = begins.get(answer.track, (0, 0))
+            if answer.end is not None and answer.turn is not None and answer.end <= count:
+                answer.turn["reward"] += reward
+                placed.append((begin + answer.end - 1, reward))
+        return placed
 
     def joined(self, session: Session) -> tuple[Track | None, list[int], list[dict[str, Any]]]:
         """Ends all branches, and joins the trained branches, one after the other, into one completion.
@@ -476,7 +506,7 @@ class Branches:
 
     def _of(self, parser: str) -> Histories:
         if parser not in self._histories:
-            self._histories[parser] = Histories(self._tokenizer, parser)
+            self._histories[parser] = Histories(self._tokenizer, parser, append=self._append)
         return self._histories[parser]
 
     def _find_continued(self, tokens: list[int]) -> _Branch | None:

@@ -65,6 +65,7 @@ class EnvironmentClient:
       dialogue: encoder of observations as tokens.
       clock: rollout.clock of the job.
       failed_share: env.failed_share of the job, the largest share of a request's environments that may fail.
+      history: env.history of the job.
       waits_for: calls of environments that the samples wait for (`Episodes.waiting`); '' while a sample runs.
       started: number of episodes so far, over all requests. Episodes are numbered by it, so that a late message of a
         cancelled request is not taken for a message of a later request.
@@ -75,6 +76,7 @@ class EnvironmentClient:
     dialogue: Dialogue
     clock: Literal["tokens", "wall"] = "tokens"
     failed_share: float = 1.0
+    history: Literal["template", "append"] = "template"
     waits_for: str = ""
     started: int = 0
     inboxes: dict[int, list[EpisodeEvent]] = dataclasses.field(default_factory=dict)
@@ -487,9 +489,11 @@ class EpisodePlayer:
                 response=request.response,
                 head=int(np.max(request.prompts.length_P)),
                 recording=request.route_bytes > 0,
+                append=self._env_client.history == "append",
             )
         for number in message.dropped:
             episode.branches.drop(session, number)
+        episode.branches.rewards += message.rewards
         texts = self._stops(b, message)
         ids = tuple(dict.fromkeys((*episode.stops, *chat.stop_ids)))
         try:
@@ -552,6 +556,8 @@ class EpisodePlayer:
     def _join(self, episode: Episode) -> None:
         """Joins all branches of an episode into one completion."""
         if episode.branches is not None:
+            # First, because `joined` may copy the records of turns.
+            episode.rewards = episode.branches.place_rewards()
             episode.track, episode.piece, episode.turns = episode.branches.joined(self._session)
 
     def _on_return(self, b: int) -> None:
@@ -589,6 +595,7 @@ class EpisodePlayer:
         if episode.branches is not None:
             for number in end.dropped:
                 episode.branches.drop(self._session, number)
+            episode.branches.rewards += end.rewards
         self._join(episode)
         failed = end.reason in ("deadline", "failed")
         if episode.answers and not failed:

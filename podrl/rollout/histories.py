@@ -37,14 +37,15 @@ class Histories:
       forked: True if `forks` counts the conversation that was encoded last.
     """
 
-    def __init__(self, tokenizer: Tokenizer, parser: str) -> None:
+    def __init__(self, tokenizer: Tokenizer, parser: str, *, append: bool = False) -> None:
         """Keeps the arguments.
 
         Args:
           tokenizer: tokenizer of the model, with its chat template.
           parser: format in which the model writes a tool call (env.parser).
+          append: True to continue a known answer also where the chat template now renders earlier turns differently.
         """
-        self._tokenizer, self._parser = tokenizer, parser
+        self._tokenizer, self._parser, self._append = tokenizer, parser, append
         self._answers: collections.OrderedDict[bytes, np.ndarray] = collections.OrderedDict()
         self._tokens = self.extended = self.forks = 0
         self.continued = self.forked = False
@@ -135,7 +136,7 @@ class Histories:
           renders nothing after it.
         """
         answer = str(messages[count - 1].get("content") or "")
-        words = _THOUGHTS if "</think>" in answer else _WORDS
+        words = _THOUGHTS if "</think>" in answer and not self._append else _WORDS
         stand_in = {"role": "assistant", "content": words}
         try:
             whole = self._parts(_folded([*messages[: count - 1], stand_in, *messages[count:]], form), tools)
@@ -147,7 +148,7 @@ class Histories:
             return None
         (head, _, tail), is_plain = whole[at][0].rpartition(words), whole[at][1]
         rendered = "".join(text for text, _ in whole[:at]) + head
-        if rendered != "".join(text for text, _ in before):
+        if rendered != "".join(text for text, _ in before) and not self._append:
             return None
         rest = [(tail, is_plain), *whole[at + 1 :]]
         if last in self._tokenizer.eos_ids:  # the answer has its end token already

@@ -97,6 +97,8 @@ class Serving:
           RefusedRequest: the prompt is empty or too long, or the engine cannot honour a field.
         """
         model_request = request.model_request
+        if model_request.reward is not None:
+            raise RefusedRequest(404, "not_found", "Rewards are taken in training: this endpoint serves a checkpoint.")
         prompt = np.asarray(self._prompt(request), np.int32)
         if not len(prompt):
             raise RefusedRequest(400, "invalid_prompt", "The prompt is empty: give at least one token.")

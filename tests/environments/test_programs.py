@@ -2,23 +2,25 @@
 counted."""
 
 import asyncio
+import itertools
 import json
 import pathlib
-import typing
+import sys
 
 import jax
 import numpy as np
 import pytest
 from waits import is_running, until
 
-from podrl import agent, serve
+from podrl import serve
 from podrl.config import merge
 from podrl.data.dialogue import Dialogue
 from podrl.engine.config import Sampling
+from podrl.environments import programs
 from podrl.environments.config import EnvironmentConfig
 from podrl.environments.finished_episodes import FinishedEpisode
 from podrl.environments.journal import Files, Journal
-from podrl.environments.programs import Kind, ProgramEnvironment
+from podrl.environments.programs import ProgramEnvironment
 from podrl.environments.workers import Episodes
 from podrl.job.config import parse
 from podrl.launch import find_config, load_config
@@ -39,8 +41,9 @@ SURE = {"role": "user", "content": "Sure?"}
 
 def ask(messages, path="/v1/chat/completions", headers={}, **settings):
     said = {"messages": messages} if messages else {}
-    said |= {} if "generate" in path else {"max_tokens": 5}
-    body = json.dumps({"model": "policy", **said, **settings}).encode()
+    said |= {} if "generate" in path or "reward" in path else {"max_tokens": 5}
+    said |= {} if "reward" in path else {"model": "policy"}
+    body = json.dumps({**said, **settings}).encode()
     headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json", **headers}
     request = urllib.request.Request(os.environ["OPENAI_BASE_URL"].removesuffix("/v1") + path, body, headers)
     try:
@@ -74,6 +77,57 @@ def random(task):
     ask([USER, says(first), more])
     drawn = os.urandom(2)
     return {"reward": drawn[0] / 256, "metrics": {"drawn": drawn[1]}, "text": more["content"]}
+
+
+def answered(body, task):
+    # Notes the ids of an answer, for the test.
+    with open("ASKED", "a") as file:
+        file.write(json.dumps([task["sample"], body["choices"][0]["token_ids"]]) + "\\n")
+    return says(body)
+
+
+def compacts(task):
+    # Replaces its history by a summary, which the model writes as a trained answer, and goes on from the summary.
+    history = [USER]
+    for more in (SURE, {"role": "user", "content": "Sum up."}):
+        history += [answered(ask(history, return_token_ids=True), task), more]
+    summary = answered(ask(history, return_token_ids=True), task)
+    history = [{"role": "user", "content": "So far: " + str(summary["content"])}]
+    history += [answered(ask(history, return_token_ids=True), task), SURE]
+    answered(ask(history, return_token_ids=True), task)
+    return 1.0
+
+
+def delegates(task):
+    # Two sub-agents work at once, each with a context of its own, and the main agent goes on with both results.
+    first = answered(ask([USER], return_token_ids=True), task)
+
+    def sub_agent(name):
+        history = [{"role": "user", "content": name}]
+        history += [says(ask(history, max_tokens=3)), SURE]
+        return says(ask(history, max_tokens=3))["content"]
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        found = " ".join(map(str, pool.map(sub_agent, ["Left", "Right"])))
+    answered(ask([USER, first, {"role": "user", "content": found}], return_token_ids=True), task)
+    return 1.0
+
+
+def rewards(task):
+    first, other = ask([USER]), ask([SURE])
+    last = ask([USER, says(first), SURE])
+    podrl.agent.reward(first["id"], 0.25)
+    podrl.agent.reward(last["id"], 2)
+    aside = ask([SURE], model="policy:aside")
+    key = os.environ["OPENAI_API_KEY"]
+    cases = [(aside["id"], 1.0, key, "unknown_request"), ("chatcmpl-77", 1.0, key, "unknown_request")]
+    cases += [(first["id"], value, key, "unsupported_parameter") for value in (None, "1", True, 1e308)]
+    cases += [(first["id"], float("nan"), key, "invalid_json"), (first["id"], 1.0, "dead", "invalid_api_key")]
+    for request, value, key, code in cases:
+        body = ask([], path="/podrl/reward", request=request, reward=value, headers={"Authorization": "Bearer " + key})
+        assert body["error"]["code"] == code, (request, value, body)
+    podrl.agent.reward(other["id"], -1.0)
+    return 8.0
 
 
 def refused(task):
@@ -133,11 +187,6 @@ def fails(task):
         raise RuntimeError("broken")
 
 
-def loses(task):
-    ask([USER])
-    raise podrl.agent.Lost(podrl.agent.KINDS[task["sample"]], "it cannot be judged")
-
-
 def leaves(task):
     ask([USER])
     if task["sample"] == 0:
@@ -148,6 +197,17 @@ def leaves(task):
 def wrong(task):
     ask([USER])
     return {"reward": "much"} if task["sample"] == 0 else 1.0
+
+
+def environment(task):
+    ask([USER])
+    if task["sample"] == 0:
+        raise podrl.agent.Failure("environment", "the sandbox is gone")
+
+
+def unknown(task):
+    ask([USER])
+    return {"score": 1.0} if task["sample"] == 0 else 1.0
 
 
 def hangs(task):
@@ -301,6 +361,50 @@ def test_token_ids_go_on_with_a_branch_and_log_probabilities_are_those_of_the_ro
         assert rollouts.tokens_BT[b, int(found["length"]) - 1] == 108
 
 
+def test_rewards_of_answers_stand_at_their_last_tokens(play):
+    rollouts = play("rewards", response=140, failed_share=0.0)
+    assert not faults(rollouts, step=1, max_staleness=1)
+    for b in range(4):
+        turns = [turn for turn in rollouts.episodes[b]["turns"] if turn["by"] == "model"]
+        assert [turn["reward"] for turn in turns] == [0.25, 2.0, 7.0]
+        ends = np.flatnonzero(rollouts.mask_BT[b])[np.cumsum([turn["tokens"] for turn in turns]) - 1]
+        assert rollouts.turn_reward_BT[b][ends].tolist() == [0.25, 2.0, 7.0]
+        assert rollouts.turn_reward_BT[b].sum() == rollouts.episodes[b]["reward"] == 9.25
+
+
+def pieces_of(rollouts, b):
+    """Lists the sampled tokens of each piece of a sample."""
+    return [
+        rollouts.tokens_BT[b][(rollouts.mask_BT[b] > 0) & (rollouts.piece_BT[b] == k)].tolist()
+        for k in range(rollouts.piece_BT[b].max() + 1)
+    ]
+
+
+def test_a_summary_that_replaces_a_context_is_trained_and_each_sampled_token_once(play, tmp_path):
+    rollouts = play("compacts", response=140, failed_share=0.0)
+    assert not faults(rollouts, step=1, max_staleness=1)
+    answers = [json.loads(line) for line in (tmp_path / "asked").read_text().splitlines()]
+    for b in range(4):
+        said = [ids for sample, ids in answers if sample == b]
+        assert len(said) == 5 and metrics_of(rollouts, b)["front/forks/history"] == 1.0
+        assert pieces_of(rollouts, b) == [[*itertools.chain(*said[:3])], [*itertools.chain(*said[3:])]]
+
+
+def test_sub_agents_that_work_at_once_are_pieces_of_one_sample(play, tmp_path):
+    rollouts = play("delegates", response=140, failed_share=0.0)
+    assert not faults(rollouts, step=1, max_staleness=1)
+    answers = [json.loads(line) for line in (tmp_path / "asked").read_text().splitlines()]
+    for b in range(4):
+        main, *others = pieces_of(rollouts, b)
+        assert main == [token for sample, ids in answers if sample == b for token in ids]
+        assert len(others) == 2 and all(2 <= len(sampled) <= 6 for sampled in others)
+        metrics = metrics_of(rollouts, b)
+        assert (metrics["chat_requests"], metrics["chat_forks"]) == (6.0, 2.0)
+        turns = [turn for turn in rollouts.episodes[b]["turns"] if turn["by"] == "model"]
+        assert sum(turn["tokens"] for turn in turns) == rollouts.mask_BT[b].sum()
+        assert rollouts.turn_reward_BT[b].sum() == 1.0
+
+
 def test_requests_that_open_a_branch_are_counted_by_their_reason_and_twins_draw_the_same_in_every_run(play):
     one, two = play("twins", response=140), play("twins", response=140, workers=2)
     for b in range(4):
@@ -365,21 +469,22 @@ def test_what_training_cannot_honour_is_refused_by_name(play):
     assert not any(metrics_of(play("refused"), b)["failed/agent"] for b in range(4))
 
 
-@pytest.mark.parametrize("name", ["fails", "leaves", "wrong"])
-def test_a_program_that_fails_is_a_lost_sample(play, name):
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("fails", "agent"),
+        ("leaves", "agent"),
+        ("wrong", "grading"),
+        ("unknown", "grading"),
+        ("environment", "environment"),
+    ],
+)
+def test_a_program_that_fails_is_a_lost_sample_of_its_kind(play, name, kind):
     rollouts = play(name)
     assert (rollouts.stop_B == STOP_DEADLINE).tolist() == [True, False, False, False]
-    assert [metrics_of(rollouts, b)["failed/agent"] for b in range(4)] == [1.0, 0.0, 0.0, 0.0]
-
-
-def test_lost_samples_are_counted_by_the_part_that_failed(play):
-    rollouts = play("loses", failed_share=1.0)
-    assert (rollouts.stop_B == STOP_DEADLINE).all()
-    counts = [[metrics_of(rollouts, b)[f"failed/{kind}"] for kind in agent.KINDS] for b in range(4)]
-    np.testing.assert_array_equal(counts, np.eye(4))
-    assert typing.get_args(Kind) == agent.KINDS
-    with pytest.raises(ValueError, match="kind='model' must be one of agent"):
-        agent.Lost("model", "")
+    for other in ("agent", "environment", "infrastructure", "grading"):
+        lost = [float(other == kind), 0.0, 0.0, 0.0]
+        assert [metrics_of(rollouts, b)[f"failed/{other}"] for b in range(4)] == lost
 
 
 @pytest.mark.parametrize(
@@ -396,6 +501,30 @@ def test_a_program_that_hangs_is_ended_and_those_that_wait_for_its_process_have_
     rollouts = play("hangs", deadline_s=15.0, processes=1)
     assert (rollouts.stop_B == STOP_DEADLINE).tolist() == [True, False, False, False]
     for pid in map(int, (tmp_path / "pids").read_text().split()):
+        until(lambda pid=pid: not is_running(pid), f"the end of process {pid}")
+
+
+def test_the_end_of_a_program_ends_its_descendants_in_sessions_of_their_own(tmp_path):
+    """The one has the program's environment, the other has none, as `env -i` leaves it."""
+    code = """
+import os, subprocess, time
+for environment in (None, {}):
+    child = subprocess.Popen(["/bin/sleep", "1000"], start_new_session=True, env=environment)
+    with open("PIDS", "a") as file:
+        file.write(f"{child.pid} ")
+with open("PIDS", "a") as file:
+    file.write("all")
+time.sleep(1000)
+""".replace("PIDS", f"{tmp_path}/pids")
+
+    async def start_and_kill():
+        runner = await programs._Runner.start([sys.executable, "-c", code], "", programs._Log(str(tmp_path)))
+        while not (tmp_path / "pids").exists() or not (tmp_path / "pids").read_text().endswith("all"):
+            await asyncio.sleep(0.01)
+        await runner.kill()
+
+    asyncio.run(start_and_kill())
+    for pid in map(int, (tmp_path / "pids").read_text().split()[:2]):
         until(lambda pid=pid: not is_running(pid), f"the end of process {pid}")
 
 

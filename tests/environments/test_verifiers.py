@@ -55,18 +55,22 @@ def test_the_agent_program_needs_only_verifiers_and_the_standard_library():
 
 
 @pytest.mark.parametrize(
-    ("error", "kind"),
+    ("names", "kind"),
     [
-        *[("HarnessError", "agent"), ("SandboxError", "environment"), ("TaskError", "grading")],
-        *[("TunnelError", "infrastructure"), ("KeyError", "agent"), (None, "agent")],
+        (["SandboxError"], "environment"),
+        (["ProviderError"], "infrastructure"),
+        (["HarnessError"], "agent"),
+        (["TaskError"], "grading"),
+        (["KeyError", "EnvError"], "environment"),
+        ([], "agent"),
     ],
 )
-def test_a_failed_episode_is_lost_by_the_part_that_failed(error, kind):
-    errors = [types.SimpleNamespace(type=error, message="why")] if error else []
-    episode = types.SimpleNamespace(ok=False, errors=[], traces=[types.SimpleNamespace(errors=errors)])
-    with pytest.raises(verifiers_agent._agent().Lost) as lost:
+def test_errors_of_verifiers_are_counted_by_their_kind(names, kind):
+    errors = [types.SimpleNamespace(type=name, message="gone") for name in names]
+    episode = types.SimpleNamespace(ok=False, errors=errors, traces=[])
+    with pytest.raises(verifiers_agent._agent().Failure) as raised:
         verifiers_agent._result(episode)
-    assert lost.value.kind == kind
+    assert raised.value.kind == kind
 
 
 @pytest.fixture

@@ -61,7 +61,7 @@ needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, re
 def test_topologies():
     two = parse_topology("v5p:2x2x4*2", key="--trainer")
     assert (two.chip.name, two.shape, two.slices, str(two)) == ("v5p", (2, 2, 4), 2, "v5p:2x2x4*2")
-    with pytest.raises(ValueError, match=r"--rollout='v5x:2x4' names the generation 'v5x'\. Did you mean 'v5"):
+    with pytest.raises(ValueError, match=r"--rollout='v5x:2x4' names the generation 'v5x'\. Known: "):
         parse_topology("v5x:2x4", key="--rollout")
     with pytest.raises(ValueError, match=r"a v5p slice has 3 sizes, as in v5p:2x2x4"):
         parse_topology("v5p:2x4", key="--trainer")

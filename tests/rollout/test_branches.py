@@ -14,6 +14,7 @@ from test_windows import LAST as NEWEST
 from test_windows import made as in_windows
 
 from podrl import serve
+from podrl.data.chat import ChatTemplate
 from podrl.data.dialogue import Dialogue
 from podrl.engine.config import Sampling
 from podrl.environments.config import EnvironmentConfig
@@ -89,6 +90,16 @@ class Waits:
         return podrl.Result(1.0)
 
 
+class Loops:
+    """Calls a tool, and then has a second turn of the user."""
+
+    async def run(self, task, model):
+        said = [USER]
+        for more in ({"role": "tool", "tool_call_id": "c1", "content": "9"}, SURE):
+            said += [await model.chat(said, max_tokens=4), more]
+        await model.chat(said, max_tokens=4)
+
+
 class Repeats:
     async def run(self, task, model):
         for _ in range(2):
@@ -148,13 +159,14 @@ def play(serving, tmp_path):
         response=100,
         quantum=None,
         clock: Literal["tokens", "wall"] = "tokens",
+        history: Literal["template", "append"] = "template",
         **settings,
     ):
         prompts = asked_once(serving, asked)
         worker, policy = serving._worker, serving._policy
         config = EnvironmentConfig(environment=f"{tmp_path}/agents.py:{name}", **settings)
         with Episodes(config, Limits(), journal=None) as host:
-            worker.env_client = EnvironmentClient(host, Dialogue(serving._tokenizer), clock=clock)
+            worker.env_client = EnvironmentClient(host, Dialogue(serving._tokenizer), clock=clock, history=history)
             try:
                 player = worker.player(prompts, group_size=4, step=1, sampling=Sampling(max_new=response))
                 for _ in worker.advance(policy, [(player, quantum)]):
@@ -233,6 +245,31 @@ def test_a_first_request_with_another_prompt_is_a_piece_behind_the_datas_prompt(
         assert prompt[0] == serving._tokenizer.encode("Else", start=True) and not prompt[1].any()
         assert first[1].any() and second[1].any()
     assert not faults(rollouts, step=1, max_staleness=1)
+
+
+# Thoughts of turns before the last turn of the user are left out, as in Qwen3's template.
+FORGETS = """{{ bos_token }}{% set last = namespace(user=0) %}{% for m in messages if m.role == 'user' %}
+{%- set last.user = m.content %}{% endfor %}{% set seen = namespace(last=false) %}{% for m in messages %}
+{%- if m.content == last.user %}{% set seen.last = true %}{% endif %}<start_of_turn>{{ m.role }}
+{% if m.role == 'assistant' and seen.last %}<think>
+{% endif %}{{ m.content }}<end_of_turn>
+{% endfor %}{% if add_generation_prompt %}<start_of_turn>assistant
+<think>
+{% endif %}"""
+
+
+@pytest.mark.parametrize(("history", "pieces"), [("template", [2, 1]), ("append", [3])])
+def test_a_template_that_drops_thoughts_opens_a_piece_at_the_second_turn_of_the_user(
+    play, serving, monkeypatch, history, pieces
+):
+    """The loop of a tool before it stays one piece; env.history='append' keeps all in one piece."""
+    monkeypatch.setitem(serving._tokenizer._templates, "default", ChatTemplate(FORGETS, "test"))
+    rollouts = play("Loops", history=history, parser="hermes", asked="Else", response=150)
+    assert not faults(rollouts, step=1, max_staleness=1)
+    for b in range(4):
+        trained = [mask for _, mask in pieces_of(rollouts, b)[1:]]  # piece 0 is the data's prompt
+        assert [(np.diff(mask, prepend=0) > 0).sum() for mask in trained] == pieces
+        assert rollouts.episodes[b]["metrics"]["front/forks/template"] == len(pieces) - 1
 
 
 def test_equal_requests_of_an_episode_draw_different_answers(play):

@@ -33,13 +33,13 @@ MORE = {"role": "user", "content": "And 3?"}
 
 @pytest.fixture
 def histories(tmp_path):
-    def make(template, parser="hermes"):
+    def make(template, parser="hermes", **settings):
         for file in TINY.iterdir():
             if "safetensors" not in file.name:
                 shutil.copy(file, tmp_path)
         config = json.loads((TINY / "tokenizer_config.json").read_text())
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": template}))
-        return Histories(Tokenizer(tmp_path), parser)
+        return Histories(Tokenizer(tmp_path), parser, **settings)
 
     return make
 
@@ -112,6 +112,18 @@ def test_a_template_that_drops_thoughts_gives_what_it_writes(histories):
     assert (made.extended, made.forks) == (0, 1)
     plain = answered(made, [MORE], short := {"role": "assistant", "content": "It is 3."}, odd(made, "It is 3."))
     assert made.encode([MORE, short, ASK], [])[: len(plain)] == plain  # the turn has no thought to drop
+
+
+def test_append_goes_on_where_a_template_drops_thoughts(histories):
+    made = histories(FORGETS, append=True)
+    thought = "<think>\nOne and two.\n</think>\n\nIt is 3."
+    ids, messages = [], [ASK]
+    for _ in range(2):  # the second time, the template also drops a thought before the known answer
+        ids = answered(made, messages, said := {"role": "assistant", "content": thought}, odd(made, thought))
+        messages = [*messages, said, MORE]
+        tail = "\n<start_of_turn>user\nAnd 3?<end_of_turn>\n<start_of_turn>assistant\n"
+        assert made.encode(messages, []) == [*ids, *ids_of(made, tail)]
+    assert made.forks == 0
 
 
 @pytest.mark.parametrize("template", [PLAIN, PLAIN.replace("m.content", "m.content | trim")])

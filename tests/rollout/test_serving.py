@@ -12,7 +12,7 @@ from waits import PATIENCE_S, until
 
 from podrl import serve
 from podrl.environments.front import FrontSettings
-from podrl.environments.wire import chat, completions, generate
+from podrl.environments.wire import chat, completions, generate, reward
 from podrl.environments.wire.requests import Answer, AnswerPart, RefusedRequest
 from podrl.workers.user_code import Limits
 
@@ -132,6 +132,12 @@ def test_what_the_engine_cannot_serve_is_refused(serving, body, code):
         add(serving, generate, **body)
     assert caught.value.code == code and not serving.busy
     assert code != "context_length_exceeded" or "context length" in str(caught.value)
+
+
+def test_rewards_are_refused_outside_training(serving):
+    request = reward.read({"request": "chatcmpl-1", "reward": 1}, ["policy"], "call_tool")
+    with pytest.raises(RefusedRequest, match="Rewards are taken in training"):
+        serving.add(0, request)
 
 
 def test_a_request_that_is_dropped_leaves_the_batch(serving):

@@ -37,7 +37,8 @@ class RefusedRequest(Exception):  # noqa: N818 - an answer to the client, not an
 
 @dataclasses.dataclass(frozen=True)
 class ModelRequest:
-    """A request to the model, as the owner of the front gets it; exactly one of `messages`, `text` and `ids` is set.
+    """A request to the model, as the owner of the front gets it; exactly one of `messages`, `text`, `ids` and `reward`
+    is set.
 
     Attributes:
       messages: conversation to answer, its contents as text.
@@ -53,6 +54,7 @@ class ModelRequest:
       aside: True if the model's name ended in ':aside'.
       pieces: True if the answer needs the text of every token.
       parts: True if the answer must be sent in parts while it is sampled.
+      reward: (id of an earlier answer, its reward), which asks for no answer; None for a request to the model.
     """
 
     messages: Sequence[ChatMessage] | None = None
@@ -71,6 +73,7 @@ class ModelRequest:
     aside: bool = False
     pieces: bool = False
     parts: bool = False
+    reward: tuple[str, float] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
