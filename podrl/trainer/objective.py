@@ -104,8 +104,8 @@ class Forward(Trunk):
         `moe/evenness` of the trainer's own choice, see `podrl.models.moe.use_of_experts`.
         """
         route_LBTk = None if layout.route_BTX is None else moe.routes_of(layout.route_BTX, self.config)
-        arguments = self._arguments(layout, dropout_key) | {"route_LBTk": route_LBTk, "balance": self.balance}
-        hidden_BTD, own_LBTk = decoder.replayed(params, **arguments)
+        arguments = self._arguments(layout, dropout_key)
+        hidden_BTD, own_LBTk = decoder.replayed(params, **arguments, route_LBTk=route_LBTk, balance=self.balance)
         if route_LBTk is None:
             return hidden_BTD, {}
         assert own_LBTk is not None and self.config.experts is not None
