@@ -9,10 +9,10 @@ import pytest
 SAME = 2e-6 if np.dtype(np.float32).itemsize == 4 else 1e-12
 
 
-def update(case, loss, **batch):
+def update(case, loss, *, balance_coef=0.0, **batch):
     """Makes an update: (parameters before minus after, metrics); with SGD at rate 1, the gradient."""
     before = jax.tree.map(np.asarray, case.state()[0].params)
-    state, metrics = case.step(loss)(*case.state(), case.batch(**batch))
+    state, metrics = case.step(loss, balance_coef=balance_coef)(*case.state(), case.batch(**batch))
     change = jax.tree.map(lambda old, new: old - np.asarray(new), before, state.params)
     return change, {name: float(value) for name, value in metrics.items()}
 

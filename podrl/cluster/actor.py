@@ -197,6 +197,7 @@ class Actor:
             param_dtype=self.training.param_dtype,
             remat=self.training.remat,
             seed=self._seed,
+            balance_coef=self.training.balance_coef,
             **how.step,
         )
         if weigh is not None:

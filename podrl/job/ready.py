@@ -27,7 +27,7 @@ from podrl.mesh.build import AXES, EXPERT, parse_mesh
 from podrl.models import orbax_files
 from podrl.models.hf_config import read_config
 from podrl.models.lora import check_lora
-from podrl.models.moe import check_mesh
+from podrl.models.moe import check_balance, check_mesh
 from podrl.models.pretrained import check_positions, check_vocab
 from podrl.models.scalar import check_head
 from podrl.models.tensor_files import scan_directory
@@ -96,6 +96,7 @@ def check_fit(job: Job, tokenizer: Tokenizer) -> None:
     with _named("model.path", job.model.path):
         check_vocab(model, tokenizer.vocab_size)
     check_lora(model)
+    check_balance(model, job.trainer.balance_coef)
     own = job.tokenizer and job.model.path not in ("", SCRATCH)
     if own and (warning := foreign(tokenizer.directory, job.model.directory)):
         _log.warning("%s Leave out tokenizer=%s unless this is meant.", warning, job.tokenizer)

@@ -363,6 +363,7 @@ class _Pass:
     last_BT: Int[Array, "B T"] | None
     dropout_key: PRNGKeyArray | None
     linear: tuple[PyTree, PyTree] | None
+    balance: Float[Array, ""] | None
 
     def step(self, kind: int, alike: ModelConfig, lent: Mapping[int, tuple[Array, Array]], waiting: PyTree) -> Callable:
         """Builds the step of a kind of layer, with the weights that are `waiting` in the host's memory; layers that
@@ -391,7 +392,9 @@ class _Pass:
             return out, (k_BTKH, v_BTKH)
 
         mixer = attend if alike.delta is None else mix
-        feed_forward = functools.partial(moe.feed_forward, config=config, mesh=mesh, tpu=tpu, real_BT=real_BT)
+        feed_forward = functools.partial(
+            moe.feed_forward, config=config, mesh=mesh, tpu=tpu, real_BT=real_BT, balance=self.balance
+        )
 
         def step(carry: tuple, xs: tuple[PyTree, LayerInfo, Array | None]) -> tuple[tuple, Array | None]:
             (x_BTD, keys), (layer, info, route_BTk) = carry, xs
@@ -421,6 +424,7 @@ def replayed(
     dropout_key: PRNGKeyArray | None = None,
     last_BT: Int[Array, "B T"] | None = None,
     route_LBTk: Int[Array, "L B T k"] | None,
+    balance: Float[Array, ""] | None = None,
 ) -> tuple[Float[Array, "B T D"], Int[Array, "L B T k"] | None]:
     """Computes final normalised hidden states of packed rows, with tokens computed by recorded experts.
 
@@ -438,6 +442,7 @@ def replayed(
       last_BT: last segment that sees the token, see `podrl.types.Layout`; None if segments share no tokens. Layers of
         linear attention support one level only: a segment that other segments continue continues no segment itself.
       route_LBTk: recorded experts of each token, see `podrl.models.moe.routes_of`; None lets every token choose.
+      balance: factor of the experts' balance loss, see `podrl.models.moe.feed_forward`; None adds no gradient of it.
 
     Returns:
       The hidden states, and the routes that the routers would choose themselves (None if `route_LBTk` is None).
@@ -455,7 +460,9 @@ def replayed(
             )
         prefix_BT = None if last_BT is None else delta.prefixes(segment_BT, last_BT)
         linear = delta.cut(segment_BT, prefix_BT), delta.previous(segment_BT, prefix_BT)
-    shared = _Pass(config, mesh, remat, segment_BT, position_BT, last_BT, dropout_key if dropping else None, linear)
+    shared = _Pass(
+        config, mesh, remat, segment_BT, position_BT, last_BT, dropout_key if dropping else None, linear, balance
+    )
     if remat == "offload":
         offload.check(mesh, "trainer.remat='offload'", "set trainer.remat='full' or 'dots'.")
     x_BTD = embed(params, tokens_BT, config, dtype, mesh)

@@ -143,7 +143,11 @@ def use_of_experts(
 
 
 def route(
-    x_XD: Float[Array, "X D"], layer: PyTree, experts: Experts, route_Xk: Int[Array, "X k"] | None = None
+    x_XD: Float[Array, "X D"],
+    layer: PyTree,
+    experts: Experts,
+    route_Xk: Int[Array, "X k"] | None = None,
+    loss: Callable[[Array, Array], Array] | None = None,
 ) -> tuple[Int[Array, "X k"], Float[Array, "X k"], Int[Array, "X k"]]:
     """Chooses the experts of each token, and computes the experts' weights.
 
@@ -157,6 +161,8 @@ def route(
       route_Xk: routes recorded by the sampler, as expert numbers plus 1; tokens whose route is `UNKNOWN` choose for
         themselves. None lets all tokens choose. The weights come from the router in any case, so the router always has
         a gradient.
+      loss: function (logits, or sigmoids if the scores are sigmoids; chosen experts) -> a scalar whose gradient the
+        backward pass adds; None adds none.
 
     Returns:
       The numbers of the experts that compute each token, their float32 weights, and the numbers of the experts with the
@@ -177,6 +183,8 @@ def route(
         expert_Xk = jnp.where(route_Xk != UNKNOWN, route_Xk - 1, expert_Xk)
     expert_Xk = checkpoint_name(expert_Xk, ROUTES_NAME)
     weight_Xk = jnp.take_along_axis(score_XE, expert_Xk, axis=-1)
+    if loss is not None:
+        weight_Xk = _with_loss(weight_Xk, loss(score_XE if experts.score == "sigmoid" else logit_XE, expert_Xk))
     if experts.score == "chosen":
         weight_Xk = jax.nn.softmax(weight_Xk)
     if experts.normalize:
@@ -185,6 +193,44 @@ def route(
     if experts.beside_dense:
         weight_Xk = weight_Xk * layer["router_gain"].astype(jnp.float32)[expert_Xk]
     return expert_Xk, weight_Xk * experts.scale, own_Xk
+
+
+@jax.custom_vjp
+def _with_loss(x: Array, loss: Float[Array, ""]) -> Array:
+    """Returns x; the backward pass adds the gradient of `loss` to that of the objective."""
+    return x
+
+
+_with_loss.defvjp(lambda x, loss: (x, loss), lambda loss, d: (d, jnp.ones_like(loss)))
+
+
+def balance_loss(
+    score_XE: Float[Array, "X E"],
+    expert_Xk: Int[Array, "X k"],
+    real_X: Bool[Array, " X"],
+    experts: Experts,
+    axes: tuple[str, ...] = (),
+) -> Float[Array, ""]:
+    """Computes the balance loss E x sum_e f_e P_e of one layer (arXiv 2101.03961, equation 4), times its tokens.
+
+    f_e is the share of the choices of real tokens that name expert e, without a gradient, and P_e the mean of the
+    router's probability of e over real tokens. A sigmoid's probabilities are its scores over their sum.
+
+    Args:
+      score_XE: the router's sigmoids if `experts.score` is 'sigmoid', else its logits.
+      expert_Xk: the experts that compute each token.
+      real_X: False on padding.
+      experts: rule of the choice.
+      axes: mesh axes over which the tokens of the micro-batch are cut. f_e counts the tokens of all devices, and the
+        result is this device's part of the sum over tokens.
+    """
+    sigmoid = experts.score == "sigmoid"
+    share_XE = score_XE / (jnp.sum(score_XE, axis=-1, keepdims=True) + 1e-20) if sigmoid else jax.nn.softmax(score_XE)
+    real_X1 = real_X[:, None].astype(share_XE.dtype)
+    chosen_E = jnp.zeros(experts.count, share_XE.dtype).at[expert_Xk].add(real_X1)
+    chosen_E = lax.psum(chosen_E, axes) if axes else chosen_E
+    f_E = lax.stop_gradient(chosen_E) / jnp.maximum(jnp.sum(chosen_E), 1)
+    return experts.count * jnp.sum(f_E * real_X1 * share_XE)
 
 
 def feed_forward(
@@ -199,6 +245,7 @@ def feed_forward(
     route_BTk: Int[Array, "B T k"] | None = None,
     router_BTD: Float[Array, "B T D"] | None = None,
     real_BT: Bool[Array, "B T"] | None = None,
+    balance: Float[Array, ""] | None = None,
 ) -> tuple[Float[Array, "B T D"], Int[Array, "B T k"]]:
     """Applies the routed feed-forward of one layer.
 
@@ -218,6 +265,7 @@ def feed_forward(
       router_BTD: normalised residual stream that the router reads; None for `x_BTD`.
       real_BT: False for tokens whose output nobody reads. No expert computes these tokens, and their output is 0. None
         if all outputs are read.
+      balance: factor of `balance_loss`, summed over the tokens, whose gradient the backward pass adds; None adds none.
 
     Returns:
       The output in x's dtype, and the routes that the router chooses, as expert numbers plus 1. A token
@@ -228,7 +276,7 @@ def feed_forward(
     routing = ("router", "router_bias", "router_gain", "selection_bias")
     weights = {name: w for name, w in layer.items() if name in routing or name.startswith("expert_")}
     floats = [n for n in weights if n not in routing and f"{n}_scale" not in weights]
-    given = {"route": route_BTk, "router": router_BTD, "real": real_BT}
+    given = {"route": route_BTk, "router": router_BTD, "real": real_BT, "balance": balance}
     given = {name: a for name, a in given.items() if a is not None}
     spread = spread_over(experts, mesh) if mesh is not None else ()
     parts = math.prod(mesh.shape[axis] for axis in spread) if mesh is not None else 1
@@ -241,6 +289,8 @@ def feed_forward(
         *,
         cuts: Mapping[str, Spec],
         tensor: tuple[str, ...] = (),
+        cut: tuple[str, ...] = (),
+        copies: int = 1,
     ):
         if spread:  # in the type of the products: in bfloat16 this takes half of the bytes
             weights = {n: w.astype(x_BTD.dtype) if n in floats else w for n, w in weights.items()}
@@ -249,7 +299,14 @@ def feed_forward(
         x_XD = x_BTD.reshape(-1, x_BTD.shape[-1])
         route_Xk = given["route"].reshape(len(x_XD), -1) if "route" in given else None
         router_XD = given["router"].reshape(x_XD.shape) if "router" in given else x_XD
-        expert_Xk, weight_Xk, own_Xk = route(router_XD, whole, experts, route_Xk)
+
+        def loss(score_XE: Array, expert_Xk: Array) -> Array:
+            # The transposed shard_map adds up the gradients of devices that hold copies of the same tokens.
+            real_X = given["real"].reshape(-1)
+            return given["balance"] / copies * balance_loss(score_XE, expert_Xk, real_X, experts, cut)
+
+        added = loss if "balance" in given else None
+        expert_Xk, weight_Xk, own_Xk = route(router_XD, whole, experts, route_Xk, added)
         own_Xk = expert_Xk if route_Xk is None else own_Xk
         if "real" in given:
             expert_Xk = jnp.where(given["real"].reshape(-1, 1), expert_Xk, experts.count)
@@ -283,10 +340,17 @@ def feed_forward(
         rows = rules.spec_for(("batch", "time", "act"), x_BTD.shape, mesh, known)
         axes = {name: ("layers", *_WEIGHTS[name][1])[-w.ndim :] for name, w in weights.items()}
         cuts = {name: rules.spec_for(axes[name], w.shape, mesh, known) for name, w in weights.items()}
+        cut = tuple(axis for entry in rows if entry for axis in ((entry,) if isinstance(entry, str) else entry))
+        copies = mesh.size // math.prod(mesh.shape[axis] for axis in cut)
         out_BTD, own_BTk = jax.shard_map(
-            functools.partial(local, cuts=cuts, tensor=tensor),
+            functools.partial(local, cuts=cuts, tensor=tensor, cut=cut, copies=copies),
             mesh=mesh,
-            in_specs=(rows, cuts, Spec(), dict.fromkeys(given, rows)),
+            in_specs=(
+                rows,
+                cuts,
+                Spec(),
+                dict.fromkeys(given, rows) | ({"balance": Spec()} if "balance" in given else {}),
+            ),
             out_specs=(rows, rows),
             axis_names={"tensor"} if inside else set(mesh.axis_names),
             check_vma=False,
@@ -319,6 +383,18 @@ def check_mesh(config: ModelConfig, mesh: Mesh | str, *, key: str) -> None:
         raise ValueError(
             f"{named}the {config.experts.count} experts of a {config.family} model do not divide by {size}: give a "
             "divisor to expert, and the other devices to data, fsdp or tensor."
+        )
+
+
+def check_balance(config: ModelConfig, coef: float) -> None:
+    """Checks that a coefficient of the balance loss is 0 unless the model has experts.
+
+    Raises:
+      ValueError: the model has no experts, and the coefficient is not 0.
+    """
+    if coef and config.experts is None:
+        raise ValueError(
+            f"trainer.balance_coef={coef} needs experts, and a {config.family} model has none: set it to 0."
         )
 
 

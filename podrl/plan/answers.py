@@ -35,6 +35,7 @@ def answer_programs(setting: Setting) -> list[Program]:
         state, frozen = state_lib.abstract_state(model, optimizer, mesh, training.param_dtype)
         frozen = training.place_frozen(frozen, model.lora, mesh)
         whole, temperature = parameters.join_trainable(state.params, frozen), job.rollout.temperature
+        of["balance_coef"] = training.balance_coef
         update = make_train_step(model, loss, optimizer, mesh, temperature=temperature, **of)
         score = make_logprob_fn(model, mesh, temperature=temperature, dtype=training.dtype)
         scored = "" if job.section == "sft" else "log-probabilities"

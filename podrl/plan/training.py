@@ -87,6 +87,7 @@ def _actor_programs(setting: Setting) -> tuple[list[Program], float, float]:
         dtype=training.dtype,
         param_dtype=training.param_dtype,
         remat=training.remat,
+        balance_coef=training.balance_coef,
         **how.step,
     )
     logprobs: Any = functools.partial(

@@ -7,7 +7,7 @@ import optax
 from jax.sharding import Mesh
 
 from podrl import offload
-from podrl.config import Count, Natural, section
+from podrl.config import Count, Natural, NonNegative, section
 from podrl.models.config import LoraConfig
 from podrl.trainer.optimizer import AdamSettings, BelowOne, Optimizer, Rate, make_optimizer
 from podrl.types import PyTree
@@ -80,6 +80,8 @@ class RLTrainingConfig(AdamSettings):
         all of these, as far as the job has them; 'none' keeps everything on the devices.
       warmup_fraction: share of all updates over which the learning rate rises.
       critic_learning_rate: peak learning rate of the critic.
+      balance_coef: coefficient of the balance loss of the policy's experts (E x sum of f_e P_e, mean over tokens and
+        layers), whose gradient is added to the gradient of the loss. 0 adds none. Models without experts refuse it.
     """
 
     eval_every_n_steps: Natural
@@ -101,6 +103,7 @@ class RLTrainingConfig(AdamSettings):
     offload: Literal["none", "optimizer", "reference", "base", "all"] = "none"
     warmup_fraction: BelowOne = 0.0
     critic_learning_rate: Rate = 1e-5
+    balance_coef: NonNegative = 0.0
 
     def __post_init__(self):
         if self.train_micro_batch_size and self.micro_batch_sequences:

@@ -83,9 +83,12 @@ class Forward(Trunk):
 
     Attributes:
       temperature: sampling temperature; log-probabilities belong to the distribution at this temperature.
+      balance: factor of the balance loss of every layer's experts, summed over the tokens of a micro-batch; its
+        gradient is added to the gradient of the loss. None adds nothing.
     """
 
     temperature: float = 1.0
+    balance: Float[Array, ""] | None = None
 
     def hidden(self, params: PyTree, layout: Layout, dropout_key: PRNGKeyArray | None = None) -> Float[Array, "B T D"]:
         """Computes hidden states; tokens with recorded routes are computed by the recorded experts."""
@@ -100,10 +103,11 @@ class Forward(Trunk):
         these tokens for which the trainer would choose another set of experts in any layer; and `moe/load_max` and
         `moe/evenness` of the trainer's own choice, see `podrl.models.moe.use_of_experts`.
         """
-        if layout.route_BTX is None:
-            return super().hidden(params, layout, dropout_key), {}
-        route_LBTk = moe.routes_of(layout.route_BTX, self.config)
-        hidden_BTD, own_LBTk = decoder.replayed(params, **self._arguments(layout, dropout_key), route_LBTk=route_LBTk)
+        route_LBTk = None if layout.route_BTX is None else moe.routes_of(layout.route_BTX, self.config)
+        arguments = self._arguments(layout, dropout_key)
+        hidden_BTD, own_LBTk = decoder.replayed(params, **arguments, route_LBTk=route_LBTk, balance=self.balance)
+        if route_LBTk is None:
+            return hidden_BTD, {}
         assert own_LBTk is not None and self.config.experts is not None
         real_BT = layout.segment_BT > 0
         known_BT = real_BT & jnp.any(route_LBTk != moe.UNKNOWN, axis=(0, 3))

@@ -1,5 +1,6 @@
 """Compiled programs on packed batches: an optimizer update as a pure function of the state, and scoring of tokens."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -11,7 +12,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from podrl import offload
 from podrl.mesh import rules
-from podrl.models import parameters
+from podrl.models import moe, parameters
 from podrl.models.config import ModelConfig
 from podrl.trainer import state as state_lib
 from podrl.trainer.objective import Forward, Objective, TokenLoss, token_objective
@@ -38,6 +39,7 @@ def make_train_step(
     seed: int = 0,
     objective_of: Callable[[Forward, TokenLoss], Objective] = token_objective,
     join: Callable[[PyTree, PyTree], PyTree] = parameters.join_trainable,
+    balance_coef: float = 0.0,
 ) -> TrainStep:
     """Builds the jitted training step of a loss on token log-probabilities; see `make_update`.
 
@@ -53,11 +55,23 @@ def make_train_step(
       seed: seed of the adapters' dropout.
       objective_of: function of a forward pass and the loss that returns the objective.
       join: function (trainable, frozen) -> parameters that the objective takes.
+      balance_coef: coefficient of the experts' balance loss, the mean of `moe.balance_loss` over layers and
+        tokens; its gradient is added to the gradient of the loss. 0 compiles the step without it.
+
+    Raises:
+      ValueError: `balance_coef` is not 0, and the model has no experts.
     """
+    moe.check_balance(config, balance_coef)
     forward = Forward(config=config, mesh=mesh, temperature=temperature, dtype=dtype, remat=remat)
     abstract = parameters.abstract_params(config, mesh, jnp.dtype(param_dtype))
     trainable, _ = parameters.split_trainable(abstract, config)
-    return make_update(objective_of(forward, loss), trainable, join, optimizer, mesh, seed=seed)
+
+    def balanced(per_token: Array) -> Objective:
+        factor = per_token * (balance_coef / config.routed_layers)
+        return objective_of(dataclasses.replace(forward, balance=factor), loss)
+
+    extra = balanced if balance_coef else None
+    return make_update(objective_of(forward, loss), trainable, join, optimizer, mesh, seed=seed, balanced=extra)
 
 
 def make_update(
@@ -69,6 +83,7 @@ def make_update(
     *,
     prefix: str = "actor",
     seed: int = 0,
+    balanced: Callable[[Array], Objective] | None = None,
 ) -> TrainStep:
     """Builds train_step(state, frozen, batch) -> (state, metrics), jitted; `state` is donated.
 
@@ -93,12 +108,17 @@ def make_update(
       mesh: devices that hold the state and the batch.
       prefix: group of the metrics that the update adds.
       seed: seed of the random numbers of a forward pass.
+      balanced: function of the loss's denominator per token of the batch that returns the objective to differentiate,
+        for a term that is a mean over tokens; None differentiates `objective`.
     """
 
     def step(state: TrainState, frozen: PyTree, batch: Batch[Any]) -> tuple[TrainState, DeviceMetrics]:
         key = jax.random.fold_in(jax.random.key(seed), state.step)
         whole = lambda params: join(params, frozen)  # noqa: E731
-        grads, loss, metrics = _accumulate(objective, state.params, whole, batch, key, mesh, trainable)
+        chosen = (
+            objective if balanced is None else balanced(_count_per_token(objective, whole(state.params), batch, key))
+        )
+        grads, loss, metrics = _accumulate(chosen, state.params, whole, batch, key, mesh, trainable)
         divisor = loss.count + (loss.count == 0)
         grads = jax.tree.map(lambda g: g / divisor, grads)
         norm = global_norm(grads)
@@ -346,6 +366,22 @@ def _accumulate(
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), scalars)
     start = (pin(jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), trainable)), *zeros)
     return jax.lax.fori_loop(0, batch.micro_batches, body, start)
+
+
+def _count_per_token(objective: Objective, params: PyTree, batch: Batch[Any], key: PRNGKeyArray) -> Array:
+    """Computes the loss's denominator over the number of tokens, padding aside, both over all filled micro-batches.
+
+    Only the objective's denominator is used, so the compiler drops the forward pass unless the denominator needs it.
+    """
+
+    def body(index: Array, total: tuple[Array, Array]) -> tuple[Array, Array]:
+        rows = _micro_batch(batch.rows, index)
+        tokens = jnp.sum(rows.layout.segment_BT > 0, dtype=jnp.float32)
+        loss, _ = objective(params, rows, jax.random.fold_in(key, index))
+        return total[0] + loss.count, total[1] + tokens
+
+    count, tokens = jax.lax.fori_loop(0, batch.micro_batches, body, (jnp.float32(0), jnp.float32(0)))
+    return count / jnp.maximum(tokens, 1)
 
 
 def _micro_batch(rows: Rows, index: Array) -> Rows:

@@ -212,3 +212,8 @@ def test_supervised_training_moves_router_and_experts(directory, tmp_path):
     records = run(directory, tmp_path, "sft_tiny.py", sft={"batch_size": 8, "tagged_share": 1.0, "full_steps": 0})
     assert all(np.isfinite(r["sft/loss"]) and r["actor/grad_norm"] > 0 for r in records)
     assert {"router", "expert_in", "expert_out", "q"} <= changed(tmp_path)
+
+
+def test_a_balance_loss_without_experts_is_refused_before_the_models_load(tmp_path):
+    with pytest.raises(ValueError, match=r"trainer\.balance_coef=0\.5 needs experts, and a gemma2 model has none"):
+        run("tiny", tmp_path, "grpo_gemma.py", trainer={"max_steps": 1, "balance_coef": 0.5})
