@@ -40,9 +40,9 @@ SURE = {"role": "user", "content": "Sure?"}
 
 
 def ask(messages, path="/v1/chat/completions", headers={}, **settings):
-    said = {"messages": messages} if messages else {}
+    said = {} if "reward" in path else {"model": "policy"}  # first: a retry has the bytes of the first request
+    said |= {"messages": messages} if messages else {}
     said |= {} if "generate" in path or "reward" in path else {"max_tokens": 5}
-    said |= {} if "reward" in path else {"model": "policy"}
     body = json.dumps({**said, **settings}).encode()
     headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json", **headers}
     request = urllib.request.Request(os.environ["OPENAI_BASE_URL"].removesuffix("/v1") + path, body, headers)
