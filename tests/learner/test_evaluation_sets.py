@@ -226,9 +226,9 @@ def test_records_have_an_environment_that_the_job_has():
     [
         (
             {"roles": {"eval": {"mesh": "data=1"}}},
-            r"roles\.eval\.mesh: evaluations run on the rollout mesh",
+            r"config\.roles\.eval has no key 'mesh': evaluations run on the rollout mesh",
         ),
-        ({"eval": {"beside": True}}, r"eval\.beside: training stops for evaluations"),
+        ({"eval": {"beside": True}}, r"config\.eval has no key 'beside': training stops for evaluations"),
     ],
 )
 def test_places_that_evaluations_had_are_refused_with_those_there_are(changes, words):

@@ -12,6 +12,7 @@ from podrl.learner.generation import Generator
 from podrl.learner.grpo import GRPO
 from podrl.learner.report import SampleReport
 from podrl.learner.settings import GRPOConfig, PPOConfig
+from podrl.learner.source_weights import SourceWeights
 from podrl.learner.traced_algorithm import TracedAlgorithm
 from podrl.rewards.batch import OpenBatch, Scorer
 from podrl.rundir.spans import Spans
@@ -107,7 +108,7 @@ def counted(config: Any, experience: Experience) -> tuple[dict[str, float], np.n
     itself."""
     algorithm: Any = object.__new__(GRPO)
     algorithm._config = config
-    algorithm._estimators, algorithm._reward_kl = [config.estimator()], types.SimpleNamespace(active=False)
+    algorithm._sources, algorithm._reward_kl = SourceWeights(config), types.SimpleNamespace(active=False)
     algorithm.pack = lambda *of: []
     algorithm.update = lambda *of: {}
     algorithm.state = algorithm.restore = None
