@@ -220,7 +220,6 @@ def data_lines(job: Job) -> list[str]:
         about += f"\npodrl adds: {', '.join(made)}."
     if "answer" in fields:
         about += " `answer` is a text, or a list of texts, also where the record holds numbers."
-    if "answer" in fields:
         about += "".join(
             f"\nSome records have no answer, and None is given: {place}." for place, _ in opened.unanswered
         )

@@ -78,6 +78,7 @@ def _unread(job: Job) -> dict[str, tuple[str, ...]]:
             ("eval.samples", "eval.show"),
         ),
         f"algorithm={job.algorithm} has no critic": (job.section != "ppo", ("trainer.critic_learning_rate",)),
+        "a reward model has no balance loss": (job.algorithm == "reward_model", ("trainer.balance_coef",)),
         "trainer.schedule='constant'": (job.trainer.schedule == "constant", ("trainer.end_fraction",)),
         "all data are embedded tasks, which hold out a tenth of their questions": (
             generated and not job.data.eval_path,

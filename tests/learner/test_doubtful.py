@@ -38,6 +38,7 @@ def job(algorithm, **sections):
         ("grpo", {"eval": {"problems": 0, "samples": 9}}, "eval.samples=9 has no effect: eval.problems=0"),
         ("grpo", {"eval": {"problems": 0}, "trainer": {"eval_every_n_steps": 5}}, "trainer.eval_every_n_steps=5"),
         ("grpo", {"trainer": {"critic_learning_rate": 0.5}}, "trainer.critic_learning_rate=0.5"),
+        ("reward_model", {"trainer": {"balance_coef": 0.5}}, "trainer.balance_coef=0.5 has no effect: a reward model"),
         ("grpo", {"trainer": {"end_fraction": 0.5}}, "trainer.end_fraction=0.5 has no effect: trainer.schedule"),
         ("grpo", {"data": {"eval_fraction": 0.5}}, "data.eval_fraction=0.5"),
         ("grpo", {"log": {"project": "mine"}}, "log.project='mine'"),
