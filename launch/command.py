@@ -35,7 +35,7 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says of an argument that it does not know where podrl's own flags belong."""
+    """A parser whose error for an unknown argument says where podrl's own flags belong."""
 
     def error(self, message: str) -> NoReturn:
         unknown = message.startswith("unrecognized arguments")

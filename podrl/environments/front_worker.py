@@ -271,9 +271,8 @@ class Endpoint:
                 self._send({"disconnect": exchange.number})
 
         if exchange.delivered and episode.exchanges.get(exchange.digest) is not exchange:
-            self._exchanges.pop(
-                exchange.number, None
-            )  # a newer request has the same body, and retries join the newer one
+            # A newer request has the same body, and retries join the newer one.
+            self._exchanges.pop(exchange.number, None)
         elif not exchange.clients and not exchange.delivered:
             asyncio.get_running_loop().call_later(self._grace_s, cancel_if_unread)
 

@@ -450,7 +450,7 @@ def _result(reply: JsonObject, log: _Log) -> Result:
       AgentFailure: the reply is not a result, or says that the program raised an error.
     """
     if "error" in reply:
-        error, kind = str(reply["error"]), reply.get("kind")
+        error = str(reply["error"])
         log.add(error.encode(errors="replace") + b"\n")
         kind = reply.get("kind", "agent")
         if kind not in _KINDS:

@@ -74,7 +74,8 @@ class EpisodeEnd:
         model made a call beyond env.max_tool_calls; 'deadline' if env.deadline_s or env.blocked_s passed; 'failed' if
         the episode's program failed. After 'deadline' and 'failed' the sample must be left out of the loss.
       why: error of a program that failed, with the end of its standard error; '' for any other reason.
-      dropped, rewards: as in an EpisodeObservation, since the last one with `chat`.
+      dropped: numbers of requests whose answers no client received, since the last EpisodeObservation with `chat`.
+      rewards: (number of an earlier request, reward of its answer) of each reward since that EpisodeObservation.
     """
 
     episode: int

@@ -1,4 +1,4 @@
-"""What the sources of a mixture make of a batch where their settings differ: weights, advantages and counts."""
+"""Weights, advantages and counts of samples whose sources in a mixture have different settings."""
 
 from typing import Any
 

@@ -122,7 +122,7 @@ def test_in_float64():
         str(HERE / "test_balance.py"),
     ]
     done = subprocess.run(
-        [*command, "-k", "finite_differences or a_mesh"], env=environment, capture_output=True, text=True, timeout=600
+        [*command, "-k", "finite_differences or a_mesh"], env=environment, capture_output=True, text=True, timeout=3600
     )
     assert "5 passed" in done.stdout, done.stdout[-6000:] + done.stderr[-2000:]
 
