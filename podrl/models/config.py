@@ -499,9 +499,17 @@ class ModelConfig:
         ]
         return np.stack(rows).astype(np.float32)
 
-    def rope_factors(self) -> tuple[float, ...]:
-        """Returns every layer's factor of the cosines and sines of rotary positions."""
-        return tuple(scaling.attention_factor for scaling in self.rope_scaling_L)
+    def turns(self) -> tuple[tuple[Float[np.ndarray, "R H/2"], tuple[float, ...]], tuple[int, ...]]:
+        """Returns the different rotations of rotary positions, and the number of each layer's rotation among them.
+
+        The layers must be alike. A rotation has frequencies, see `inverse_frequencies`, and a factor of its cosines and
+        sines.
+        """
+        rotation_L = list(zip(self.rope_theta_L, self.rope_scaling_L, strict=True))
+        first_R = [rotation_L.index(rotation) for rotation in dict.fromkeys(rotation_L)]
+        factor_R = tuple(self.rope_scaling_L[layer].attention_factor for layer in first_R)
+        number_L = tuple(first_R.index(rotation_L.index(rotation)) for rotation in rotation_L)
+        return (self.inverse_frequencies()[first_R], factor_R), number_L
 
     def windows(self) -> Int[np.ndarray, " L"]:
         return np.asarray(self.window_L, np.int32)

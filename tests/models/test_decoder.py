@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import pathlib
+import re
 import types
 
 import jax
@@ -207,13 +208,43 @@ def test_yarn_blends_kept_and_divided_frequencies_and_scales_what_it_turns(trunc
     config = dataclasses.replace(CONFIG, rope_theta_L=(1e4,) * 2, rope_scaling_L=(RopeScaling(), scaling), head_dim=8)
     plain_H, scaled_H = config.inverse_frequencies()
     np.testing.assert_allclose(scaled_H, plain_H * (np.array(kept_H) * 7 / 8 + 1 / 8), rtol=1e-4)
-    (infos,) = decoder.layer_infos(config)
+    (infos,), (turns,) = decoder.layer_infos(config), decoder.rotations(config, jnp.arange(3)[None])
     x_BTNH = jax.random.normal(jax.random.key(0), (1, 3, 2, 8))
     for i, factor in enumerate((1.0, 1.5)):
-        turned = decoder.rotate(x_BTNH, jnp.arange(3)[None], jax.tree.map(lambda a: a[i], infos))  # noqa: B023
+        turned = decoder.rotate(x_BTNH, *turns.of(infos.turn[i]))
         np.testing.assert_allclose(
             jnp.linalg.norm(turned, axis=-1), factor * jnp.linalg.norm(x_BTNH, axis=-1), rtol=1e-5
         )
+
+
+def test_layers_of_one_rotation_share_its_cosines_and_sines():
+    scalings = (RopeScaling(), RopeScaling("linear", 8.0), RopeScaling(), RopeScaling())
+    windows = {"window_L": (4,) * 4, "rope_theta_L": (1e4, 1e4, 1e4, 1e6), "rope_scaling_L": scalings}
+    config = dataclasses.replace(CONFIG, num_layers=4, **windows)
+    (freq_RH, factor_R), number_L = config.turns()
+    assert number_L == (0, 1, 0, 2) and factor_R == (1.0,) * 3
+    np.testing.assert_array_equal(freq_RH[list(number_L)], config.inverse_frequencies())
+    (turns,) = decoder.rotations(config, jnp.array([[0, 1, 5]]))
+    for number, freq_H in zip(number_L, config.inverse_frequencies(), strict=True):
+        cos_BT1H, sin_BT1H = turns.of(jnp.asarray(number))
+        angle_TH = np.array([0, 1, 5])[:, None] * freq_H
+        np.testing.assert_allclose(cos_BT1H[0, :, 0], np.cos(angle_TH), atol=1e-6)
+        np.testing.assert_allclose(sin_BT1H[0, :, 0], np.sin(angle_TH), atol=1e-6)
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_cosines_and_sines_are_computed_once_for_all_layers(params, tokens_BT, remat):
+    ones_BT = jnp.ones_like(tokens_BT)
+
+    def total(params, position_BT):
+        return decoder.hidden(params, tokens_BT, ones_BT, position_BT, CONFIG, remat=remat).sum()
+
+    text = jax.jit(jax.grad(total)).lower(params, ones_BT).compile().as_text()
+    # One table for both layers, which have one rotation; the backward pass may compute it once more. In a layer's own
+    # computation a cosine would have no axis of rotations.
+    shapes = re.findall(r"= (f32\[[\d,]*\])\S* (?:cosine|sine)\(", text)
+    rows, places = tokens_BT.shape
+    assert set(shapes) == {f"f32[1,{rows},{places},1,{CONFIG.head_dim // 2}]"} and len(shapes) <= 4
 
 
 def test_configuration_errors_name_the_numbers():
