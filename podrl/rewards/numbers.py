@@ -5,6 +5,7 @@ a fraction. An answer that could be several numbers, is a calculation, or has un
 "2x", "sqrt(2)") gives no number.
 """
 
+import functools
 import math
 import re
 import unicodedata
@@ -53,6 +54,8 @@ class Number(NamedTuple):
         return f"{self.top}/{self.bottom}".removesuffix("/1")
 
 
+# All samples of a group have one reference, and several functions read each answer.
+@functools.lru_cache(1024)
 def read(text: str) -> Number | None:
     """Reads the one number that a text gives; None if the text gives no number, or several that differ.
 
@@ -76,6 +79,7 @@ def read(text: str) -> Number | None:
     return number if clear else None
 
 
+@functools.lru_cache(1024)
 def of_reference(text: str) -> Number | None:
     """Reads the number of a reference as `read` does, but takes some texts for mathematics that `read` does not.
 
