@@ -4,13 +4,14 @@ import argparse
 import dataclasses
 import math
 import statistics
+import tempfile
 import time
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from benchmarks import sequence
+from benchmarks import operations, sequence
 from benchmarks.model import add_options, fake_devices, model_of, number_range
 
 
@@ -30,6 +31,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--remat", default="dots", choices=("none", "dots", "full", "offload"))
     parser.add_argument("--steps", type=int, default=5, help="timed updates, each on other samples; the median counts")
+    parser.add_argument(
+        "--operations", action="store_true", help="also sum the time of operations by kind, over all devices, on CPU"
+    )
     parser.add_argument("--seq", type=int, default=0, help="count an update with this mesh axis beside one without")
     parser.add_argument("--topology", default="", help="with --seq: compile for these TPUs, such as v5e:2x4")
     parser.add_argument("--seed", type=int, default=0)
@@ -46,7 +50,8 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
       tokens_per_second (real tokens), completion_tokens_per_second, padding_share (of computed tokens), mfu (model
       FLOP, real tokens, forward and backward, over `matmul_flops`), matmul_flops (this machine's rate for `--dtype`,
       FLOP/s over the mesh), peak_flops (the vendor's for bfloat16, 0 where it is not known), peak_bytes (of one device
-      in the compiled update), compiles (programs built after the first update), and the shapes used.
+      in the compiled update), compiles (programs built after the first update), the shapes used, and with --operations
+      the seconds that all devices spent in each kind of operation in an update.
     """
     args = make_parser().parse_args(argv)
     if args.seq:
@@ -139,7 +144,8 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
 
     job = make_update(args)
     samples, placements, state = job.samples, job.placements, job.state
-    memory = job.train_step.lower(state, job.frozen, job.batches[0]).compile().memory_analysis()
+    compiled = job.train_step.lower(state, job.frozen, job.batches[0]).compile()
+    memory = compiled.memory_analysis()
     seconds, scoring, processor, compiles = [], [], [], []
     for index, batch in enumerate(job.batches):
         if index == 1:
@@ -153,6 +159,15 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         processor.append(time.process_time() - busy)
         scoring.append(scored - start)
     built = len(compiles)
+    traced = {}
+    if args.operations:
+        with tempfile.TemporaryDirectory() as directory:
+            with jax.profiler.trace(directory):
+                for batch in job.batches[1:]:
+                    state, _ = job.train_step(state, job.frozen, batch)
+                jax.block_until_ready(state)
+            by_kind = operations.seconds_by_kind(compiled.as_text(), directory)
+        traced = {"operations": {kind: seconds / args.steps for kind, seconds in by_kind.items()}}
     flops, weights = matmul_flops(job.mesh, args.dtype), parameter_count(job.model)
     work = [
         _model_flops(job.model, weights, sample["length_B"], placement.packed)
@@ -180,6 +195,7 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         "rows": job.shape.rows,
         "tokens_per_row": job.shape.tokens,
         "micro_batches": statistics.mean(placements[i].micro_batches for i in timed),
+        **traced,
     }
 
 
