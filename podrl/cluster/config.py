@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from jax.sharding import Mesh
 
 from podrl.cluster.engines import ENGINES, check_engine
-from podrl.config import section
+from podrl.config import require, section
 from podrl.engine.config import RolloutConfig, Sampling
 from podrl.mesh.build import AXES, with_own_axes
 from podrl.trainer.config import RLTrainingConfig
@@ -69,6 +69,17 @@ class ClusterConfig:
 
     def __post_init__(self):
         refuse_inside()  # before models are loaded
+        given, modes = (
+            self.rollout_config,
+            "a RolloutConfig, or a mapping of Mode.TRAIN and Mode.EVAL to RolloutConfigs",
+        )
+        each = given.values() if isinstance(given, Mapping) else (given,)
+        require(all(isinstance(one, RolloutConfig) for one in each), "rollout_config", given, modes)
+        training = self.training_config
+        require(isinstance(training, RLTrainingConfig), "training_config", training, "an RLTrainingConfig")
+        require(
+            isinstance(self.role_to_mesh, Mapping), "role_to_mesh", self.role_to_mesh, "a mapping of roles to meshes"
+        )
         for role in (Role.ACTOR, Role.ROLLOUT):
             if role not in self.role_to_mesh:
                 raise ValueError(f"role_to_mesh has no mesh for {role}: the actor and the rollout both need one.")

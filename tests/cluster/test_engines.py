@@ -139,3 +139,18 @@ def test_each_setting_of_evaluations_is_honoured_or_refused_by_name():
         configured("podrl", rollout={podrl.Mode.TRAIN: base, podrl.Mode.EVAL: longer})
     with pytest.raises(ValueError, match="rollout_config has the key 'eval'"):
         configured("podrl", rollout={podrl.Mode.TRAIN: base, "eval": base})
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"rollout_config": None}, "rollout_config=None must be a RolloutConfig, or a mapping"),
+        ({"rollout_config": {podrl.Mode.TRAIN: {"temperature": 1.0}}}, "rollout_config=.* must be a RolloutConfig"),
+        ({"training_config": None}, "training_config=.* must be an RLTrainingConfig"),
+        ({"role_to_mesh": None}, "role_to_mesh=None must be a mapping of roles to meshes"),
+    ],
+)
+def test_wrong_types_of_a_cluster_are_refused_by_name(changed, words):
+    config, _ = configured("podrl")
+    with pytest.raises(ValueError, match=words):
+        dataclasses.replace(config, **changed)
