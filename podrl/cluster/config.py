@@ -69,17 +69,8 @@ class ClusterConfig:
 
     def __post_init__(self):
         refuse_inside()  # before models are loaded
-        given, modes = (
-            self.rollout_config,
-            "a RolloutConfig, or a mapping of Mode.TRAIN and Mode.EVAL to RolloutConfigs",
-        )
-        each = given.values() if isinstance(given, Mapping) else (given,)
-        require(all(isinstance(one, RolloutConfig) for one in each), "rollout_config", given, modes)
-        training = self.training_config
-        require(isinstance(training, RLTrainingConfig), "training_config", training, "an RLTrainingConfig")
-        require(
-            isinstance(self.role_to_mesh, Mapping), "role_to_mesh", self.role_to_mesh, "a mapping of roles to meshes"
-        )
+        roles = self.role_to_mesh
+        require(isinstance(roles, Mapping), "role_to_mesh", roles, "a mapping of roles to meshes")
         for role in (Role.ACTOR, Role.ROLLOUT):
             if role not in self.role_to_mesh:
                 raise ValueError(f"role_to_mesh has no mesh for {role}: the actor and the rollout both need one.")
@@ -122,12 +113,16 @@ class ClusterConfig:
         check_engine(self.rollout_engine, self.rollout())
 
     def _check_modes(self) -> None:
-        """Refuses keys of `rollout_config` that are not modes, and settings of Mode.EVAL that would have no effect."""
-        if isinstance(self.rollout_config, RolloutConfig):
+        """Refuses a `rollout_config` of another type, and settings of Mode.EVAL that would have no effect."""
+        given = self.rollout_config
+        if isinstance(given, RolloutConfig):
             return
-        if wrong := [key for key in self.rollout_config if not isinstance(key, Mode)]:
+        require(isinstance(given, Mapping), "rollout_config", given, "a RolloutConfig, or a mapping of modes to them")
+        if wrong := [key for key in given if not isinstance(key, Mode)]:
             raise ValueError(f"rollout_config has the key {wrong[0]!r}: its keys must be Mode.TRAIN and Mode.EVAL.")
-        train, own = self.rollout(), self.rollout_config.get(Mode.EVAL, self.rollout())
+        for mode, of_mode in given.items():
+            require(isinstance(of_mode, RolloutConfig), f"rollout_config[{mode}]", of_mode, "a RolloutConfig")
+        train, own = self.rollout(), given.get(Mode.EVAL, self.rollout())
         for field in dataclasses.fields(RolloutConfig):
             ours, theirs = getattr(own, field.name), getattr(train, field.name)
             if ours != theirs and field.name not in _EVAL_FIELDS:
