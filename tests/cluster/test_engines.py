@@ -145,7 +145,10 @@ def test_each_setting_of_evaluations_is_honoured_or_refused_by_name():
     ("changed", "words"),
     [
         ({"rollout_config": None}, "rollout_config=None must be a RolloutConfig, or a mapping"),
-        ({"rollout_config": {podrl.Mode.TRAIN: {"temperature": 1.0}}}, "rollout_config=.* must be a RolloutConfig"),
+        (
+            {"rollout_config": {podrl.Mode.TRAIN: {"temperature": 1.0}}},
+            r"rollout_config\[Mode\.TRAIN\]=.* must be a RolloutConfig",
+        ),
         ({"training_config": None}, "training_config=None must be RLTrainingConfig"),
         ({"role_to_mesh": None}, "role_to_mesh=None must be a mapping of roles to meshes"),
     ],
