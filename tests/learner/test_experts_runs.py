@@ -44,9 +44,12 @@ RAW = {
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
-    """Writes a random model with the embedded model's tokenizer."""
-    config = config_from_hf(RAW)
-    target = tmp_path_factory.mktemp("models") / "experts"
+    return write_model(tmp_path_factory.mktemp("models") / "experts", chosen=2)
+
+
+def write_model(target, *, chosen):
+    """Writes a random model, of whose experts `chosen` compute each token, with the embedded model's tokenizer."""
+    config = config_from_hf(RAW | {"num_experts_per_tok": chosen})
     fields = json.loads((TINY / "config.json").read_text())
     ids = {name: fields[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     hf_save.save(target, config, parameters.init_params(config, jax.random.key(0)), fields=ids)
@@ -217,3 +220,26 @@ def test_supervised_training_moves_router_and_experts(directory, tmp_path):
 def test_a_balance_loss_without_experts_is_refused_before_the_models_load(tmp_path):
     with pytest.raises(ValueError, match=r"trainer\.balance_coef=0\.5 needs experts, and a gemma2 model has none"):
         run("tiny", tmp_path, "grpo_gemma.py", trainer={"max_steps": 1, "balance_coef": 0.5})
+
+
+@FAMILIES
+@pytest.mark.slow
+def test_replayed_routes_leave_the_mismatch_of_a_model_that_chooses_all_experts(directory, tmp_path):
+    """With a sampler in bfloat16 trainer and sampler choose different experts, unless the routes are replayed."""
+    fields = {
+        "trainer": {"max_steps": 2, "schedule": "constant", "learning_rate": 0.0, "eval_every_n_steps": 0},
+        "grpo": {"num_generations": 8},
+        "checkpoint": {"every": 0},
+    }
+    sampling = {"prompts_per_step": 8, "max_tokens_to_generate": 24, "members_per_read": 8, "data_type": "bfloat16"}
+
+    def differences(model, name, **rollout):
+        records = run(model, tmp_path / name, "grpo_gemma.py", rollout=sampling | rollout, **fields)
+        return [np.mean([r[f"sampler/{kind}"] for r in records]) for kind in ("abs_diff", "kl")], records
+
+    (replayed, kl), records = differences(directory, "replayed")
+    assert all(r["moe/route_differs"] > 0 for r in records)  # the trainer would have chosen other experts
+    (everything, _), _ = differences(write_model(tmp_path / "all", chosen=4), "all experts")
+    (alone, own_kl), _ = differences(directory, "not replayed", router_replay=False)
+    assert 0 < replayed < 1.3 * everything
+    assert replayed < alone and kl < own_kl
