@@ -39,17 +39,42 @@ def percent(share: float) -> str:
     return f"{share:.{digits}%}"
 
 
+# Names of other systems, and short names, for settings of a job.
+COMMON_NAMES = {
+    "batch_size": "rollout.prompts_per_step",
+    "train_batch_size": "rollout.prompts_per_step",
+    "group_size": "grpo.num_generations",
+    "num_samples": "grpo.num_generations",
+    "kl_coef": "grpo.beta",
+    "lr": "trainer.learning_rate",
+    "steps": "trainer.max_steps",
+    "num_steps": "trainer.max_steps",
+    "max_new_tokens": "rollout.max_tokens_to_generate",
+    "max_tokens": "rollout.max_tokens_to_generate",
+    "max_completion_length": "rollout.max_tokens_to_generate",
+    "model": "model.path",
+    "model_name": "model.path",
+    "model_name_or_path": "model.path",
+    "dataset": "data.path",
+    "dataset_name": "data.path",
+    "lora_rank": "model.lora.rank",
+    "lora_r": "model.lora.rank",
+    "lora_alpha": "model.lora.alpha",
+}
+
+
 def elsewhere(name: str, group: Mapping[str, object], prefix: str = "") -> str:
-    """Suggests the dotted paths at which `group` or a mapping inside it has the key `name`; '' if there is none."""
-    places = sorted(_places(name, group, ""))
+    """Suggests the key of `COMMON_NAMES`, or else all dotted paths at which `group` or a mapping inside it has the key
+    `name`; '' if there is none."""
+    common, paths = COMMON_NAMES.get(name, ""), _paths(group)
+    places = [common] if common in paths else sorted(path for path in paths if path.rpartition(".")[2] == name)
     return f" Did you mean {' or '.join(repr(prefix + place) for place in places)}?" if places else ""
 
 
-def _places(name: str, group: Mapping[str, object], prefix: str) -> list[str]:
-    found = [prefix + name] if name in group else []
-    for key, value in group.items():
-        found += _places(name, value, f"{prefix}{key}.") if isinstance(value, Mapping) else []
-    return found
+def _paths(group: Mapping[str, object], prefix: str = "") -> set[str]:
+    """Returns the dotted paths of all keys of `group` and of the mappings inside it."""
+    inside = (_paths(value, f"{prefix}{key}.") for key, value in group.items() if isinstance(value, Mapping))
+    return {prefix + key for key in group}.union(*inside)
 
 
 def known_arguments(call: Call) -> Call:

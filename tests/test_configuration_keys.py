@@ -5,7 +5,7 @@ import pathlib
 
 import pytest
 
-from podrl.config import Count, section
+from podrl.config import COMMON_NAMES, Count, elsewhere, section
 from podrl.job.config import KINDS, unset
 from podrl.job.keys import all_keys, help_text, meanings, page
 
@@ -86,3 +86,15 @@ def test_the_help_tells_the_keys_below_a_prefix():
 def test_the_help_refuses_a_prefix_of_no_key():
     with pytest.raises(ValueError, match=r"no key begins so. Did you mean 'trainer.learning_rate'"):
         help_text("trainer.lerning_rate")
+
+
+@pytest.mark.parametrize("name", COMMON_NAMES)
+def test_a_name_of_another_system_suggests_a_key_of_a_job(name):
+    key = COMMON_NAMES[name]
+    assert key in {listed.path for listed in KEYS}
+    assert elsewhere(name, unset("grpo"), "--config.") == f" Did you mean '--config.{key}'?"
+
+
+def test_a_name_of_another_system_suggests_no_key_that_a_job_lacks():
+    assert elsewhere("lr", {"data": {"path": "x"}}) == ""
+    assert elsewhere("lr", {"data": {"lr": 1}}) == " Did you mean 'data.lr'?"

@@ -196,6 +196,8 @@ OVERRIDES = {
     "refused by name": launch(
         "--config.rollout.tensor_parallel_size=2", ["tensor_parallel_size", "roles.rollout.mesh='tensor=4'"]
     ),
+    "short name": launch("--lr=1e-4", ["no flag --lr", "'--config.trainer.learning_rate=1e-4'"]),
+    "short name in a group": launch("--config.trainer.lr=1e-4", ["has no key 'lr'", "'config.trainer.learning_rate'"]),
     "stop": launch("--config.rollout.stop=5", ["'stop'", "rollout.stop_strings", "rollout.eos_tokens"]),
     "field of a source": launch(
         "--config.data.sources=({'path': 'd', 'wieght': 3},)",
