@@ -600,7 +600,7 @@ class Engine:
         """
         model, alike, R = self.model, self.model.alike(), self.shape.lanes
         token_R, position_R, live_R = lanes
-        turns = decoder.rotations(model, position_R[:, None])
+        rotary = decoder.rotations(model, position_R[:, None])
         routed = functools.partial(self._routed, real_BT=live_R[:, None])
 
         def layer_fn(
@@ -626,7 +626,7 @@ class Engine:
                         new.append(jax.lax.dynamic_update_slice(m, y[None], begin))
                     return out, (new[0], new[1])
 
-                x, new, route_R1k = decoder.block(x, layer, info, turns[kind], alike[kind], mix, routed=routed)
+                x, new, route_R1k = decoder.block(x, layer, info, rotary[kind], alike[kind], mix, routed=routed)
                 added = self._recorded(added, route_R1k, kind, index, n)
                 return x, (added, scratches, _with_kind(memories, pair, new))
 
@@ -652,7 +652,7 @@ class Engine:
                 )
                 return out[:, None], (tuple(new), used)
 
-            x, (new, used), route_R1k = decoder.block(x, layer, info, turns[kind], alike[kind], attend, routed=routed)
+            x, (new, used), route_R1k = decoder.block(x, layer, info, rotary[kind], alike[kind], attend, routed=routed)
             added = self._recorded(_with_kind(added, number, new), route_R1k, kind, index, n)
             return x, (added, (*scratches[:number], used, *scratches[number + 1 :]), memories)
 
@@ -702,7 +702,7 @@ class Engine:
         targets_BJ, offset_B = rest[:, 3 * J : -1], rest[:, -1]
         longest = jnp.max(jnp.sum(prior[2] > 0, axis=1))
         position_BT = start_B[:, None] + jnp.arange(bucket)
-        turns = decoder.rotations(model, position_BT)
+        rotary = decoder.rotations(model, position_BT)
         ends = self._ends(params)
         # The new keys and values, with a page of room before the chunk and room up to the end of its last page, so
         # that whole pages can be cut out of the array.
@@ -723,7 +723,7 @@ class Engine:
                     new = [m.at[place].set(y) for m, y in zip(_of_kind(learned, pair), updated, strict=True)]
                     return out, (new[0], new[1])
 
-                x, new, route_BTk = decoder.block(x, layer, info, turns[kind], alike[kind], mix, routed=self._routed)
+                x, new, route_BTk = decoder.block(x, layer, info, rotary[kind], alike[kind], mix, routed=self._routed)
                 return x, (self._recorded(fresh, route_BTk, kind, index, C), _with_kind(learned, pair, new))
 
             key, value = _of_kind(pools, number)
@@ -739,7 +739,7 @@ class Engine:
                 )  # fmt: skip
                 return out, new
 
-            x, new, route_BTk = decoder.block(x, layer, info, turns[kind], alike[kind], attend, routed=self._routed)
+            x, new, route_BTk = decoder.block(x, layer, info, rotary[kind], alike[kind], attend, routed=self._routed)
             return x, (self._recorded(_with_kind(fresh, number, new), route_BTk, kind, index, C), learned)
 
         x_BTD = decoder.embed(ends, tokens_BT, model, self.dtype)

@@ -499,7 +499,7 @@ class ModelConfig:
         ]
         return np.stack(rows).astype(np.float32)
 
-    def turns(self) -> tuple[tuple[Float[np.ndarray, "R H/2"], tuple[float, ...]], tuple[int, ...]]:
+    def rotations(self) -> tuple[tuple[Float[np.ndarray, "R H/2"], tuple[float, ...]], tuple[int, ...]]:
         """Returns the different rotations of rotary positions, and the number of each layer's rotation among them.
 
         The layers must be alike. A rotation has frequencies, see `inverse_frequencies`, and a factor of its cosines and

@@ -27,13 +27,13 @@ class LayerInfo:
 
     Attributes:
       index: number of the layer in the model, from 0.
-      turn: number of the layer's rotation among those of its kind, see `rotations`.
+      rotation: number of the layer's rotation among those of its kind, see `rotations`.
       window: number of tokens that a token sees, itself included.
       ple: per-layer embeddings of the tokens, see `per_layer_embeddings`; () in models without them.
     """
 
     index: Int[Array, ""]
-    turn: Int[Array, ""]
+    rotation: Int[Array, ""]
     window: Int[Array, ""]
     ple: tuple[Float[Array, "B T P"], ...] = ()
 
@@ -54,7 +54,7 @@ def layer_infos(config: ModelConfig, ple_BTLP: tuple[Array, ...] = ()) -> tuple[
     return tuple(
         LayerInfo(
             index=jnp.asarray(config.layers_of(k), jnp.int32) if config.kinds else jnp.arange(config.num_layers),
-            turn=jnp.asarray(alike.turns()[1], jnp.int32),
+            rotation=jnp.asarray(alike.rotations()[1], jnp.int32),
             window=jnp.asarray(alike.windows()),
             ple=tuple(jnp.moveaxis(x[:, :, jnp.asarray(config.layers_of(k))], 2, 0) for x in ple_BTLP),
         )
@@ -87,9 +87,9 @@ class Rotations:
     cos_RBT1H: Float[Array, "R B T 1 H/2"]
     sin_RBT1H: Float[Array, "R B T 1 H/2"]
 
-    def of(self, turn: Int[Array, ""]) -> tuple[Float[Array, "B T 1 H/2"], Float[Array, "B T 1 H/2"]]:
+    def of(self, rotation: Int[Array, ""]) -> tuple[Float[Array, "B T 1 H/2"], Float[Array, "B T 1 H/2"]]:
         """Returns the cosines and sines of one rotation."""
-        number = 0 if len(self.cos_RBT1H) == 1 else turn
+        number = 0 if len(self.cos_RBT1H) == 1 else rotation
         return self.cos_RBT1H[number], self.sin_RBT1H[number]
 
 
@@ -104,7 +104,7 @@ def rotations(config: ModelConfig, position_BT: Int[Array, "B T"]) -> tuple[Rota
 
 
 def _rotations(alike: ModelConfig, position_BT: Int[Array, "B T"]) -> Rotations:
-    (freq_RH, factor_R), _ = alike.turns()
+    (freq_RH, factor_R), _ = alike.rotations()
     angle_RBT1H = position_BT[..., None, None].astype(jnp.float32) * jnp.asarray(freq_RH)[:, None, None, None]
     factor_R1111 = jnp.asarray(factor_R, jnp.float32).reshape(-1, 1, 1, 1, 1)
     scale = (lambda x: x * factor_R1111) if set(factor_R) != {1.0} else lambda x: x
@@ -200,7 +200,7 @@ def block(
     x_BTD: Float[Array, "B T D"],
     layer: PyTree,
     info: LayerInfo,
-    turns: Rotations,
+    rotary: Rotations,
     config: ModelConfig,
     attend: Attend,
     mesh: Mesh | None = None,
@@ -213,7 +213,7 @@ def block(
       x_BTD: residual stream.
       layer: leaves of the layer.
       info: the layer's number, rotation and window.
-      turns: rotations of the layer's kind at the tokens' positions.
+      rotary: rotations of the layer's kind at the tokens' positions.
       config: configuration of a model whose layers are all of this layer's kind, see `ModelConfig.alike`.
       attend: attention over the layer's queries, keys and values, see `Attend`.
       mesh: mesh on which activations are placed; None for one device.
@@ -247,9 +247,9 @@ def block(
             v_BTKH = plain_BTKH if config.key_is_value else proj("v", h_BTD)
             if config.v_norm:
                 v_BTKH = rms_norm(v_BTKH, None, config)
-        q_BTNH = keep(rotate(q_BTNH, *turns.of(info.turn)), "batch", "time", "heads", "head_dim")
+        q_BTNH = keep(rotate(q_BTNH, *rotary.of(info.rotation)), "batch", "time", "heads", "head_dim")
         if k_BTKH is not None:
-            k_BTKH = keep(rotate(k_BTKH, *turns.of(info.turn)), "batch", "time", "kv_heads", "head_dim")
+            k_BTKH = keep(rotate(k_BTKH, *rotary.of(info.rotation)), "batch", "time", "kv_heads", "head_dim")
         sinks = (layer["sinks"],) if config.sinks else ()
         out_BTNH, state = attend(q_BTNH * jnp.asarray(config.query_scale, q_BTNH.dtype), k_BTKH, v_BTKH, info, sinks)
         if gate_BTNH is not None:
@@ -386,7 +386,7 @@ class _Pass:
     remat: str
     segment_BT: Int[Array, "B T"]
     position_BT: Int[Array, "B T"]
-    turns: tuple[Rotations, ...]
+    rotary: tuple[Rotations, ...]
     last_BT: Int[Array, "B T"] | None
     dropout_key: PRNGKeyArray | None
     linear: tuple[PyTree, PyTree] | None
@@ -431,7 +431,7 @@ class _Pass:
             def routed(h_BTD: Array, layer: PyTree, info: LayerInfo, router_BTD: Array | None) -> tuple[Array, Array]:
                 return feed_forward(h_BTD, layer, info.index, route_BTk=route_BTk, router_BTD=router_BTD)
 
-            x_BTD, own_keys, own_BTk = block(x_BTD, layer, info, self.turns[kind], alike, mixer, mesh, drop, routed)
+            x_BTD, own_keys, own_BTk = block(x_BTD, layer, info, self.rotary[kind], alike, mixer, mesh, drop, routed)
             keys = {**keys, kind: own_keys} if kind in keys else keys
             return (x_BTD, keys), None if route_BTk is None else own_BTk
 
@@ -487,8 +487,8 @@ def replayed(
             )
         prefix_BT = None if last_BT is None else delta.prefixes(segment_BT, last_BT)
         linear = delta.cut(segment_BT, prefix_BT), delta.previous(segment_BT, prefix_BT)
-    turns, key = rotations(config, position_BT), dropout_key if dropping else None
-    shared = _Pass(config, mesh, remat, segment_BT, position_BT, turns, last_BT, key, linear, balance)
+    rotary, key = rotations(config, position_BT), dropout_key if dropping else None
+    shared = _Pass(config, mesh, remat, segment_BT, position_BT, rotary, last_BT, key, linear, balance)
     if remat == "offload":
         offload.check(mesh, "trainer.remat='offload'", "set trainer.remat='full' or 'dots'.")
     x_BTD = embed(params, tokens_BT, config, dtype, mesh)

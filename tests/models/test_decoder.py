@@ -208,10 +208,10 @@ def test_yarn_blends_kept_and_divided_frequencies_and_scales_what_it_turns(trunc
     config = dataclasses.replace(CONFIG, rope_theta_L=(1e4,) * 2, rope_scaling_L=(RopeScaling(), scaling), head_dim=8)
     plain_H, scaled_H = config.inverse_frequencies()
     np.testing.assert_allclose(scaled_H, plain_H * (np.array(kept_H) * 7 / 8 + 1 / 8), rtol=1e-4)
-    (infos,), (turns,) = decoder.layer_infos(config), decoder.rotations(config, jnp.arange(3)[None])
+    (infos,), (rotary,) = decoder.layer_infos(config), decoder.rotations(config, jnp.arange(3)[None])
     x_BTNH = jax.random.normal(jax.random.key(0), (1, 3, 2, 8))
     for i, factor in enumerate((1.0, 1.5)):
-        turned = decoder.rotate(x_BTNH, *turns.of(infos.turn[i]))
+        turned = decoder.rotate(x_BTNH, *rotary.of(infos.rotation[i]))
         np.testing.assert_allclose(
             jnp.linalg.norm(turned, axis=-1), factor * jnp.linalg.norm(x_BTNH, axis=-1), rtol=1e-5
         )
@@ -221,12 +221,12 @@ def test_layers_of_one_rotation_share_its_cosines_and_sines():
     scalings = (RopeScaling(), RopeScaling("linear", 8.0), RopeScaling(), RopeScaling())
     windows = {"window_L": (4,) * 4, "rope_theta_L": (1e4, 1e4, 1e4, 1e6), "rope_scaling_L": scalings}
     config = dataclasses.replace(CONFIG, num_layers=4, **windows)
-    (freq_RH, factor_R), number_L = config.turns()
+    (freq_RH, factor_R), number_L = config.rotations()
     assert number_L == (0, 1, 0, 2) and factor_R == (1.0,) * 3
     np.testing.assert_array_equal(freq_RH[list(number_L)], config.inverse_frequencies())
-    (turns,) = decoder.rotations(config, jnp.array([[0, 1, 5]]))
+    (rotary,) = decoder.rotations(config, jnp.array([[0, 1, 5]]))
     for number, freq_H in zip(number_L, config.inverse_frequencies(), strict=True):
-        cos_BT1H, sin_BT1H = turns.of(jnp.asarray(number))
+        cos_BT1H, sin_BT1H = rotary.of(jnp.asarray(number))
         angle_TH = np.array([0, 1, 5])[:, None] * freq_H
         np.testing.assert_allclose(cos_BT1H[0, :, 0], np.cos(angle_TH), atol=1e-6)
         np.testing.assert_allclose(sin_BT1H[0, :, 0], np.sin(angle_TH), atol=1e-6)

@@ -719,7 +719,7 @@ def test_yarn_is_read_as_published_and_as_transformers_infers_it():
         "yarn", 4.0, original_length=32768, beta_fast=16, beta_slow=2, truncate=False, attention_factor=1.25
     )
     scaled = config_from_hf(QWEN25 | {"rope_scaling": published | {"mscale": 1.0, "mscale_all_dim": 0.5}})
-    assert scaled.turns()[0][1][0] == (0.1 * math.log(4) + 1) / (0.05 * math.log(4) + 1)
+    assert scaled.rotations()[0][1][0] == (0.1 * math.log(4) + 1) / (0.05 * math.log(4) + 1)
     assert (
         config_from_hf(LLAMA | {"rope_scaling": {"type": "yarn", "factor": 2}}).rope_scaling_L[0].original_length == 256
     )

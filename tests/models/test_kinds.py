@@ -58,7 +58,7 @@ def test_runs_of_equal_layers_are_the_model_in_its_order(model, kind_L, want):
     params = parameters.init_params(config, jax.random.key(0))
     tokens_BT = jnp.arange(14).reshape(2, 7)
     x_BTD = decoder.embed(params, tokens_BT, config, jnp.dtype(jnp.float32))
-    turns = decoder.rotations(config, jnp.broadcast_to(jnp.arange(7), (2, 7)))
+    rotary = decoder.rotations(config, jnp.broadcast_to(jnp.arange(7), (2, 7)))
     stacks, infos = parameters.stacks_of(params["layers"], config), decoder.layer_infos(config)
     taken = [0, 0]
 
@@ -67,7 +67,7 @@ def test_runs_of_equal_layers_are_the_model_in_its_order(model, kind_L, want):
 
     @functools.partial(jax.jit, static_argnums=3)
     def after(x_BTD, layer, info, kind):
-        return decoder.block(x_BTD, layer, info, turns[kind], config.alike()[kind], attend)[0]
+        return decoder.block(x_BTD, layer, info, rotary[kind], config.alike()[kind], attend)[0]
 
     for i, kind in enumerate(kind_L):
         layer, info = jax.tree.map(lambda a: np.asarray(a)[taken[kind]], (stacks[kind], infos[kind]))  # noqa: B023
