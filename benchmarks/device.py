@@ -17,11 +17,17 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
     """Detects the devices and measures their rates.
 
     Returns:
-      platform, kind, devices, jax (version), topology (as podrl.plan takes it; empty where there is no TPU),
-      memory_bytes (that programs may use of one device; 0 where jax does not say), matmul_flops and matmul_flops_f32
-      (of all devices, bfloat16 and float32), peak_flops (the vendor's for bfloat16, of all devices; 0 where it is not
-      known), hbm_rate (bytes per second read and written by a copy on one device), hbm_rate_vendor (the vendor's; 0
-      where it is not known), launch_us (from the call of a small compiled program to its result).
+      The figures by name:
+      platform, kind, devices: platform, model and number of the devices.
+      jax: version of jax.
+      topology: topology in the form that podrl.plan reads; '' if the devices are not TPUs.
+      memory_bytes: bytes of one device's memory that programs may use; 0 if jax does not report them.
+      matmul_flops, matmul_flops_f32: measured operations per second of matrix products on all devices together, in
+        bfloat16 (in float32 on CPUs) and in float32.
+      peak_flops: operations per second of all devices together in bfloat16, as the vendor states them; 0 if unknown.
+      hbm_rate: bytes per second that a copy on one device reads and writes.
+      hbm_rate_vendor: memory bandwidth of one device in bytes per second, as the vendor states it; 0 if unknown.
+      launch_us: microseconds from the call of a small compiled program to its result.
     """
     parser = argparse.ArgumentParser(prog="python -m benchmarks device", description=__doc__)
     parser.add_argument("--devices", type=int, default=1, help="faked CPU devices where there is no accelerator")

@@ -33,7 +33,7 @@ class PolicyRows:
       loss_BT: number of the token's surrogate: 0 for the loss's own, n for `PolicyLoss.others[n - 1]`; None if the loss
         has one surrogate.
       age_BT: number of updates between the weights that sampled the token and the weights of the step; None unless
-        `PolicyLoss.reads` has it.
+        `PolicyLoss.reads` names `age_BT`.
     """
 
     layout: Layout

@@ -142,7 +142,7 @@ def check_form(record: Record, place: str, data: DataConfig) -> None:
     if fault := answers.check(record, ("completion",), data):
         raise ValueError(
             f"{place} has {', '.join(record) or 'no fields'}: a labelled answer needs the text 'completion' (or "
-            f"its turns), and before it 'prompt' or {data.question_field!r}; {fault}."
+            f"its turns), and the question that it answers in 'prompt' or {data.question_field!r}; {fault}."
         )
     if (label := record.get("label")) is None:
         raise ValueError(

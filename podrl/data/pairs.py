@@ -127,7 +127,7 @@ def check_form(record: Record, place: str, data: DataConfig) -> None:
     if fault := answers.check(record, ("chosen", "rejected"), data):
         raise ValueError(
             f"{place} has {', '.join(record) or 'no fields'}: a pair needs the texts (or turns) 'chosen' and "
-            f"'rejected', and before them 'prompt' or {data.question_field!r}; {fault}."
+            f"'rejected', and the question that they answer in 'prompt' or {data.question_field!r}; {fault}."
         )
     if record["chosen"] == record["rejected"]:
         raise ValueError(f"{place} prefers an answer to itself: 'chosen' and 'rejected' must differ.")

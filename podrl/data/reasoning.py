@@ -54,7 +54,10 @@ class ReasoningGym:
         return ReasoningProblems(self, split)
 
     def distinct(self, count: int) -> Iterator[Record]:
-        """Yields the first `count` held-out problems with different questions; fewer, with a warning, if it has few."""
+        """Yields the first `count` held-out problems with different questions.
+
+        Yields fewer, and warns, if the searched problems have fewer different questions.
+        """
         held_out, seen = self.source("held_out"), set[str]()
         last = min(len(held_out), _LOOKED_AT * count)
         for start in range(0, last, _AT_ONCE):

@@ -101,7 +101,7 @@ class Device:
 
     @_on_all_hosts
     def restore(self, store: str, shard: int, pages: Sequence[int], place: int) -> None:
-        """Writes a spilled store to new pages, and with slots its memory to a new place."""
+        """Writes a spilled store to new pages; an engine with slots also writes the store's memory, to `place`."""
         engine, copies = self.engine, self.spilled.pop(store)
         pools = len(engine.pools())
         self._write(shard, pages, copies[:pools])

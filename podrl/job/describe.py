@@ -257,7 +257,7 @@ def data_lines(job: Job) -> list[str]:
 
 
 def reward_line(job: Job) -> str:
-    """Writes the sum that is the reward of a sample, and names the functions that score only some sources."""
+    """Writes the formula of a sample's reward, a weighted sum, and names functions that score only some sources."""
     reward, env = job.reward, job.env
     names = [fn if isinstance(fn, str) else getattr(fn, "__name__", type(fn).__name__) for fn in reward.fns]
     terms = list(zip(reward.weights or (1.0,) * len(names), names, strict=True))

@@ -150,7 +150,7 @@ class DistilledGRPO(GRPO):
         return [_TeacherView(HintedBatch.of(rollouts), every_B, actor.mesh, lambda batch: score(actor.put(batch)))]
 
     def _taught_by(self, experience: Experience) -> list[tuple[Teacher, np.ndarray]]:
-        """Lists the teachers of a cluster that has several, with the samples (B,) that each scores."""
+        """Pairs each of the cluster's teachers with a mask (B,) of the samples that the teacher scores."""
         rollouts, teachers = experience.rollouts, self.cluster.teachers
         names = rollouts.prompts.fields.get(SOURCE, [""] * len(rollouts.prompts.length_P))
         known = {name for teacher in teachers for name in teacher.sources}

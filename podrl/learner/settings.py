@@ -215,7 +215,7 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
     def warnings(self, updates_per_step: int) -> list[str]:
         """Lists settings, those of the loss included, that are legal but probably a mistake, one sentence each."""
         name, old = self.section, self.old_source(updates_per_step)
-        found = list(self.policy_loss(max_tokens=1).warnings())  # the limit changes no warning
+        found = list(self.policy_loss(max_tokens=1).warnings())  # warnings do not depend on max_tokens
         if old == "sampler" and self.correction != "none":
             found.append(
                 f"{name}.sampler_correction={self.sampler_correction!r} does nothing: the ratio starts from the "

@@ -399,7 +399,7 @@ class LeaseServer(Leases):
                 names = ", ".join(f"{self._pod.seat.hosts.name(p)} (host {p})" for p in self._behind(step - 1))
                 raise LateError(
                     f"{self._pod.name} waited {self._deadline_s:.0f} s for {names} to reach step {step - 1}: see "
-                    "what it is doing (kill -USR1 prints its stacks), or raise log.stall_s."
+                    "what the host is doing (kill -USR1 prints its stacks), or raise log.stall_s."
                 )
             self._begins(step, start)
 

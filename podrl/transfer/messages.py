@@ -39,7 +39,7 @@ Links = tuple[tuple[int, int], ...]
 def arrival(shape: tuple[int, ...], itemsize: int, source: NamedSharding, target: NamedSharding) -> NamedSharding:
     """Returns a leaf's sharding on arrival: its target sharding, cut further by the axes that replicate it.
 
-    Dimensions that the source cuts go first, so that a target device reads from few sources.
+    Dimensions that the source sharding already cuts are cut first, so that a target device reads from few sources.
     """
     sizes = target.mesh.shape
     entries: list[tuple[str, ...]] = [() if e is None else (e,) if isinstance(e, str) else e for e in target.spec]

@@ -65,7 +65,7 @@ def test_half_of_the_embedded_task_is_good_and_the_stream_resumes():
         ({"prompt": "a", "completion": None, "label": True}, r"line 1 has .*; 'completion' is null\. .* data\.sources"),
         ({"prompt": "a", "completion": "b", "label": "yes"}, r"line 1: 'label' is 'yes' but must be true"),
         ({"prompt": "a", "label": True}, r"line 1 has prompt, label: a labelled answer needs the text 'completion'"),
-        ({"completion": "b", "label": True}, "before it 'prompt' or 'question'"),
+        ({"completion": "b", "label": True}, "the question that it answers in 'prompt' or 'question'"),
     ],
 )
 def test_refused_records(tmp_path, record, message):

@@ -81,7 +81,7 @@ def test_pairs_with_a_long_answer_are_left_out(tokenizer, tmp_path):
     ("row", "message"),
     [
         ({"prompt": "p", "chosen": "a"}, r"pairs.jsonl line 1 has prompt, chosen: a pair needs .*'rejected'"),
-        ({"chosen": "a", "rejected": "b"}, "before them 'prompt' or 'question'"),
+        ({"chosen": "a", "rejected": "b"}, "the question that they answer in 'prompt' or 'question'"),
         ({"prompt": "p", "chosen": "a", "rejected": "a"}, "line 1 prefers an answer to itself"),
         (
             {"prompt": "p", "better": "a", "worse": "b"},

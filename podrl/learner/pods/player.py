@@ -84,7 +84,7 @@ class HostPlayer:
         self._unserved: set[Lease] = set()  # parts of batches that are not served yet
         self._parts: set[Lease] = set()  # parts of batches that are to be served, or were served
         self._released: list[tuple[int, int]] = []  # keys of groups that all trainers have
-        self._groups: dict[tuple[int, int], OwnGroup] = {}  # by `OwnGroup.key`; changed on the rollout thread only
+        self._groups: dict[tuple[int, int], OwnGroup] = {}  # groups by key; only the rollout thread changes them
         self._clock_from = 0  # windows of earlier versions are repeated from the journal
         self._policy: Policy | None = None  # policy of the next window
         self._failed: BatchError | None = None

@@ -58,13 +58,13 @@ class _Program:
             os.close(one)
         theirs.close()
         self.pid = receive(control)
-        with contextlib.suppress(OSError):  # the process has ended
+        with contextlib.suppress(OSError):  # the process may have ended already
             send(self.channel, source)
 
     def end(self, *, kill: bool) -> int:
         """Waits for the end of the process, which is killed first if `kill`; returns its wait status."""
         if kill:
-            with contextlib.suppress(ProcessLookupError):  # the process has already ended by itself
+            with contextlib.suppress(ProcessLookupError):  # the process may have ended by itself
                 os.kill(self.pid, signal.SIGKILL)
         self.channel.close()
         os.close(self.output)

@@ -109,9 +109,10 @@ class Side:
 
 
 def pull_plan(source: Side, target: Side, bucket_bytes: int) -> TransferPlan:
-    """Makes the transfer plan of a pull; both sides make the same one.
+    """Makes the transfer plan of a pull; both sides make the same plan.
 
-    Device ids in the plan are positions in the source mesh, then, counted on, positions in the target mesh.
+    In the plan, a source device's id is its position in the source mesh. A target device's id is its position in the
+    target mesh plus the number of source devices.
 
     Raises:
       ValueError: the trees hold different leaves, or a dimension of a leaf does not divide into its shards.
