@@ -2,63 +2,55 @@
 
 import glob
 import os
-import re
+from collections.abc import Sequence
 from typing import Any
 
-_COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
-# Operations whose time in a trace contains that of the operations inside them.
+_SLOW = frozenset(
+    ["cosine", "exponential", "exponential-minus-one", "log", "log-plus-one", "logistic", "power", "sine", "tanh"]
+)
+# In a trace the time of these operations contains the time of the operations inside them.
 _CONTAINERS = ("while", "conditional", "call")
-_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = .*? ([a-z][\w\-]*)\(.*", re.M)
-_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*?^}", re.M | re.S)
-_CALLED = re.compile(r"calls=%?([\w.\-]+)")
 
 
 def kinds_of(text: str) -> dict[str, str]:
     """Returns the kind of each operation of a compiled program, by the operation's name.
 
-    Kinds are 'matrix products', 'collectives', 'exponentials' (with tanh, logarithms, sines and cosines) and 'other'
-    (elementwise operations, copies and reductions). A fusion has the first of these kinds that one of its operations
-    has.
+    The kinds are 'matrix products', 'collectives', 'exponentials' (also logarithms, powers, sines, cosines and tanh)
+    and 'other' (elementwise operations, copies and reductions). The kind of a fusion is the first of these that one of
+    its operations has.
 
     Args:
       text: the compiled program, as `compiled.as_text()` returns it.
+
+    Raises:
+      ValueError: the text is no compiled program.
     """
-    bodies = {found[1]: found[0] for found in _COMPUTATION.finditer(text)}
-    kinds = {}
-    for found in _INSTRUCTION.finditer(text):
-        name, opcode = found[1], found[2]
-        called = _CALLED.search(found[0])
-        inside = bodies.get(called[1], "") if called else ""
-        operations = {opcode, *(each[2] for each in _INSTRUCTION.finditer(inside))}
-        if opcode not in _CONTAINERS:
-            kinds[name] = _kind(operations)
-    return kinds
+    from podrl.plan.hlo_text import called, parse
 
-
-def _kind(operations: set[str]) -> str:
-    if "dot" in operations:
-        return "matrix products"
-    if any(operation.startswith(_COLLECTIVES) for operation in operations):
-        return "collectives"
-    slow = {
-        "exponential",
-        "exponential-minus-one",
-        "tanh",
-        "log",
-        "log-plus-one",
-        "logistic",
-        "sine",
-        "cosine",
-        "power",
+    computations, _ = parse(text)
+    return {
+        i.name: _kind([i.opcode, *(inner.opcode for name in called(i, "calls") for inner in computations[name])])
+        for body in computations.values()
+        for i in body
+        if i.opcode not in _CONTAINERS
     }
-    return "exponentials" if operations & slow else "other"
+
+
+def _kind(opcodes: Sequence[str]) -> str:
+    from podrl.plan.hlo import COLLECTIVES
+
+    if "dot" in opcodes:
+        return "matrix products"
+    if any(opcode.startswith(COLLECTIVES) for opcode in opcodes):
+        return "collectives"
+    return "other" if _SLOW.isdisjoint(opcodes) else "exponentials"
 
 
 def seconds_by_kind(text: str, trace_dir: str) -> dict[str, float]:
-    """Sums the time of a program's operations over all devices of a trace: the seconds of each kind, see `kinds_of`.
+    """Sums the seconds of a program's operations in a trace over all devices, for each kind of `kinds_of`.
 
     Args:
-      text: the compiled program whose runs were traced; operations of other programs with the same names count too.
+      text: the compiled program. Operations of other programs in the trace count too if their names are the same.
       trace_dir: directory that `jax.profiler.trace` wrote.
     """
     from jax.profiler import ProfileData

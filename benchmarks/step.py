@@ -32,7 +32,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--remat", default="dots", choices=("none", "dots", "full", "offload"))
     parser.add_argument("--steps", type=int, default=5, help="timed updates, each on other samples; the median counts")
     parser.add_argument(
-        "--operations", action="store_true", help="also sum the time of operations by kind, over all devices, on CPU"
+        "--operations", action="store_true", help="on CPU, also measure the seconds of each kind of operation"
     )
     parser.add_argument("--seq", type=int, default=0, help="count an update with this mesh axis beside one without")
     parser.add_argument("--topology", default="", help="with --seq: compile for these TPUs, such as v5e:2x4")

@@ -39,7 +39,7 @@ def percent(share: float) -> str:
     return f"{share:.{digits}%}"
 
 
-# Names of other systems, and short names, for settings of a job.
+# Keys of a job, by the names that other systems give these settings.
 COMMON_NAMES = {
     "batch_size": "rollout.prompts_per_step",
     "train_batch_size": "rollout.prompts_per_step",
@@ -290,13 +290,14 @@ def numbers(cls: type) -> dict[str, Range]:
     return {name: typing.cast(Range, _range_of(found[0])) for name, found in ranges.items() if found}
 
 
-def refusal(cls: type, key: str, names: typing.Iterable[str], prefix: str = "") -> str:
+def refusal(cls: type, key: str, names: typing.Collection[str], prefix: str = "") -> str:
     """Returns the sentence of the error for `key`, which is not a field of `cls`; `prefix` is the path of its group."""
     unknown = f"{prefix.removesuffix('.')} has no key {key!r}" if prefix else f"{cls.__name__} has no field {key}"
     for pattern, advice in getattr(cls, "__refused__", {}).items():
         if fnmatch.fnmatchcase(key, pattern):
             return f"{unknown}: {advice}"
-    return f"{unknown}.{nearest(key, names)}"
+    own = COMMON_NAMES.get(key, "").rpartition(".")[2]
+    return f"{unknown}.{nearest(own if own in names else key, names)}"
 
 
 def build(cls: type[T], values: Mapping[str, object], prefix: str = "config") -> T:

@@ -8,6 +8,7 @@ import pytest
 from podrl.config import COMMON_NAMES, Count, elsewhere, section
 from podrl.job.config import KINDS, unset
 from podrl.job.keys import all_keys, help_text, meanings, page
+from podrl.trainer.config import RLTrainingConfig
 
 PAGE = pathlib.Path(__file__).resolve().parent.parent / "docs" / "reference" / "keys.md"
 KEYS = all_keys()
@@ -98,3 +99,8 @@ def test_a_name_of_another_system_suggests_a_key_of_a_job(name):
 def test_a_name_of_another_system_suggests_no_key_that_a_job_lacks():
     assert elsewhere("lr", {"data": {"path": "x"}}) == ""
     assert elsewhere("lr", {"data": {"lr": 1}}) == " Did you mean 'data.lr'?"
+
+
+def test_a_name_of_another_system_is_answered_in_python_too():
+    with pytest.raises(ValueError, match=r"RLTrainingConfig has no field lr. Did you mean 'learning_rate'\?"):
+        RLTrainingConfig(lr=1e-4)  # pyright: ignore[reportCallIssue]

@@ -8,6 +8,7 @@ experts of a token, each stored as its number plus 1.
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -29,6 +30,7 @@ from podrl.types import PyTree
 ROUTES_NAME, EXPERTS_NAME = "routes", "experts"
 UNKNOWN = 0  # entry of a route for which no expert is recorded; expert e is recorded as e + 1
 _LEAST, _MOST = 8, 128  # bounds of the rows in a block: with fewer, reads of weights dominate; with more, padding does
+_ROUTING = ("router", "router_bias", "router_gain", "selection_bias")
 _BIASES = ("expert_in_bias", "expert_out_bias")
 _LIMIT, _GAIN = 7.0, 1.702  # constants of the activation 'clamped_silu', see `gated`
 
@@ -233,6 +235,86 @@ def balance_loss(
     return experts.count * jnp.sum(f_E * real_X1 * share_XE)
 
 
+class _Layout(NamedTuple):
+    """How tokens and experts lie on the devices that compute a layer; the defaults describe one device with everything.
+
+    Attributes:
+      spread: mesh axes over which the experts are cut.
+      parts: number of parts into which the experts are cut.
+      cuts: partition specs of the weights before they are gathered, by name.
+      tensor: mesh axes over which each expert is cut.
+      cut: mesh axes over which the tokens are cut.
+      copies: number of devices that hold the same tokens.
+    """
+
+    spread: tuple[str, ...] = ()
+    parts: int = 1
+    cuts: Mapping[str, Spec] = MappingProxyType({})
+    tensor: tuple[str, ...] = ()
+    cut: tuple[str, ...] = ()
+    copies: int = 1
+
+
+def _on_device(
+    x_BTD: Array,
+    weights: PyTree,
+    index: int | Array,
+    given: Mapping[str, Array],
+    *,
+    config: ModelConfig,
+    layout: _Layout,
+    tpu: bool,
+) -> tuple[Array, Array]:
+    """Computes a device's part of `feed_forward`: (output of its tokens, the experts that the router chooses, from 0).
+
+    Args:
+      x_BTD: the device's tokens.
+      weights: the device's parts of router and experts.
+      index, config, tpu: arguments of `feed_forward`.
+      given: arguments of `feed_forward` that are not None: 'route', 'router', 'real' and 'balance'.
+      layout: the device's place.
+    """
+    experts = config.experts
+    assert experts is not None
+    floats = [n for n in weights if n not in _ROUTING and f"{n}_scale" not in weights]
+    if layout.spread:  # in the type of the products: in bfloat16 this takes half of the bytes
+        weights = {n: w.astype(x_BTD.dtype) if n in floats else w for n, w in weights.items()}
+    # Weights are gathered inside shard_map, so that each device sums the gradient of its own part only.
+    whole: dict[str, Array] = {name: _gathered(w, layout.cuts.get(name, Spec())) for name, w in weights.items()}
+    x_XD = x_BTD.reshape(-1, x_BTD.shape[-1])
+    route_Xk = given["route"].reshape(len(x_XD), -1) if "route" in given else None
+    router_XD = given["router"].reshape(x_XD.shape) if "router" in given else x_XD
+
+    def loss(score_XE: Array, expert_Xk: Array) -> Array:
+        # The transposed shard_map adds up the gradients of devices that hold copies of the same tokens.
+        real_X = given["real"].reshape(-1)
+        return given["balance"] / layout.copies * balance_loss(score_XE, expert_Xk, real_X, experts, layout.cut)
+
+    added = loss if "balance" in given else None
+    expert_Xk, weight_Xk, own_Xk = route(router_XD, whole, experts, route_Xk, added)
+    own_Xk = expert_Xk if route_Xk is None else own_Xk
+    if "real" in given:
+        expert_Xk = jnp.where(given["real"].reshape(-1, 1), expert_Xk, experts.count)
+    leaves = {n: w.astype(x_BTD.dtype) if n in floats else w for n, w in whole.items() if n not in _ROUTING}
+    first, count = 0, leaves["expert_in"].shape[-4]
+    if leaves["expert_in"].ndim == 5:
+        first = index * count
+        leaves = {name: w.reshape(-1, *w.shape[2:]) for name, w in leaves.items()}
+    if layout.tensor and "expert_out_bias" in leaves:  # outputs are summed over tensor: one device adds the bias
+        leaves["expert_out_bias"] = jnp.where(lax.axis_index(layout.tensor) == 0, leaves["expert_out_bias"], 0)
+    if layout.spread:
+        x_XD, expert_Xk, weight_Xk = (
+            lax.all_gather(a, layout.spread, tiled=True) for a in (x_XD, expert_Xk, weight_Xk)
+        )
+        expert_Xk = expert_Xk - count * lax.axis_index(layout.spread)
+    form = _Form(count, layout.parts, config.activation, config.lora.scale if config.lora.rank else 1.0, tpu)
+    out_XD: Array = _apply(x_XD, expert_Xk, weight_Xk, leaves, first, form)
+    if layout.spread:
+        out_XD = lax.psum_scatter(out_XD.astype(x_BTD.dtype), layout.spread, tiled=True)
+    out_XD = lax.psum(out_XD, layout.tensor) if layout.tensor else out_XD
+    return out_XD.astype(x_BTD.dtype).reshape(x_BTD.shape), own_Xk.reshape(*x_BTD.shape[:2], -1)
+
+
 def feed_forward(
     x_BTD: Float[Array, "B T D"],
     layer: PyTree,
@@ -273,62 +355,15 @@ def feed_forward(
     """
     experts = config.experts
     assert experts is not None
-    routing = ("router", "router_bias", "router_gain", "selection_bias")
-    weights = {name: w for name, w in layer.items() if name in routing or name.startswith("expert_")}
-    floats = [n for n in weights if n not in routing and f"{n}_scale" not in weights]
+    weights = {name: w for name, w in layer.items() if name in _ROUTING or name.startswith("expert_")}
     given = {"route": route_BTk, "router": router_BTD, "real": real_BT, "balance": balance}
     given = {name: a for name, a in given.items() if a is not None}
     spread = spread_over(experts, mesh) if mesh is not None else ()
     parts = math.prod(mesh.shape[axis] for axis in spread) if mesh is not None else 1
 
-    def local(
-        x_BTD: Array,
-        weights: PyTree,
-        index: int | Array,
-        given: Mapping[str, Array],
-        *,
-        cuts: Mapping[str, Spec],
-        tensor: tuple[str, ...] = (),
-        cut: tuple[str, ...] = (),
-        copies: int = 1,
-    ):
-        if spread:  # in the type of the products: in bfloat16 this takes half of the bytes
-            weights = {n: w.astype(x_BTD.dtype) if n in floats else w for n, w in weights.items()}
-        # Weights are gathered inside shard_map, so that each device sums the gradient of its own part only.
-        whole: dict[str, Array] = {name: _gathered(w, cuts.get(name, Spec())) for name, w in weights.items()}
-        x_XD = x_BTD.reshape(-1, x_BTD.shape[-1])
-        route_Xk = given["route"].reshape(len(x_XD), -1) if "route" in given else None
-        router_XD = given["router"].reshape(x_XD.shape) if "router" in given else x_XD
-
-        def loss(score_XE: Array, expert_Xk: Array) -> Array:
-            # The transposed shard_map adds up the gradients of devices that hold copies of the same tokens.
-            real_X = given["real"].reshape(-1)
-            return given["balance"] / copies * balance_loss(score_XE, expert_Xk, real_X, experts, cut)
-
-        added = loss if "balance" in given else None
-        expert_Xk, weight_Xk, own_Xk = route(router_XD, whole, experts, route_Xk, added)
-        own_Xk = expert_Xk if route_Xk is None else own_Xk
-        if "real" in given:
-            expert_Xk = jnp.where(given["real"].reshape(-1, 1), expert_Xk, experts.count)
-        leaves = {n: w.astype(x_BTD.dtype) if n in floats else w for n, w in whole.items() if n not in routing}
-        first, count = 0, leaves["expert_in"].shape[-4]
-        if leaves["expert_in"].ndim == 5:
-            first = index * count
-            leaves = {name: w.reshape(-1, *w.shape[2:]) for name, w in leaves.items()}
-        if tensor and "expert_out_bias" in leaves:  # outputs are summed over tensor: one device adds the bias
-            leaves["expert_out_bias"] = jnp.where(lax.axis_index(tensor) == 0, leaves["expert_out_bias"], 0)
-        if spread:
-            x_XD, expert_Xk, weight_Xk = (lax.all_gather(a, spread, tiled=True) for a in (x_XD, expert_Xk, weight_Xk))
-            expert_Xk = expert_Xk - count * lax.axis_index(spread)
-        form = _Form(count, parts, config.activation, config.lora.scale if config.lora.rank else 1.0, tpu)
-        out_XD: Array = _apply(x_XD, expert_Xk, weight_Xk, leaves, first, form)
-        if spread:
-            out_XD = lax.psum_scatter(out_XD.astype(x_BTD.dtype), spread, tiled=True)
-        out_XD = lax.psum(out_XD, tensor) if tensor else out_XD
-        return out_XD.astype(x_BTD.dtype).reshape(x_BTD.shape), own_Xk.reshape(*x_BTD.shape[:2], -1)
-
     if mesh is None or mesh.size == 1 or (inside and mesh.shape["tensor"] == 1):
-        out_BTD, own_BTk = local(x_BTD, weights, index, given, cuts={})
+        layout = _Layout(spread, parts)
+        out_BTD, own_BTk = _on_device(x_BTD, weights, index, given, config=config, layout=layout, tpu=tpu)
     else:
         known = dict(rules.DEFAULT_RULES) | ({"batch": (), "time": (), "embed": (), "expert": ()} if inside else {})
         tensor = rules.axes_over("mlp", mesh) if experts.ffn_dim % mesh.shape["tensor"] == 0 else ()
@@ -342,8 +377,9 @@ def feed_forward(
         cuts = {name: rules.spec_for(axes[name], w.shape, mesh, known) for name, w in weights.items()}
         cut = tuple(axis for entry in rows if entry for axis in ((entry,) if isinstance(entry, str) else entry))
         copies = mesh.size // math.prod(mesh.shape[axis] for axis in cut)
+        layout = _Layout(spread, parts, cuts, tensor, cut, copies)
         out_BTD, own_BTk = jax.shard_map(
-            functools.partial(local, cuts=cuts, tensor=tensor, cut=cut, copies=copies),
+            functools.partial(_on_device, config=config, layout=layout, tpu=tpu),
             mesh=mesh,
             in_specs=(
                 rows,

@@ -46,7 +46,7 @@ _FREE = frozenset(
         "iota",
     ]
 )
-_COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
+COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
 _VIEWS = ("bitcast", "reshape", "convert", "copy", "transpose")
 # A fusion whose result is its operand in place, read in another tiling.
 _ALIASED = "output_to_operand_aliasing={{}: (0, {})}"
@@ -244,7 +244,7 @@ class _Reader:
         elif i.opcode == "send" and "megascale" in i.attributes:
             # Programs of several slices are compiled slice by slice; messages between slices go through the hosts.
             self._count(total, "send", True, any_bytes(types.get(i.operands[0], "")))
-        elif kind in _COLLECTIVES:
+        elif kind in COLLECTIVES:
             kind = "reduce-scatter" if inside.startswith("all-reduce-scatter") and kind == "all-reduce" else kind
             self._collective(total, i, kind, types)
         elif i.opcode == "custom-call" and 'custom_call_target="tpu_custom_call"' in i.attributes:

@@ -54,7 +54,7 @@ class Number(NamedTuple):
         return f"{self.top}/{self.bottom}".removesuffix("/1")
 
 
-# All samples of a group have one reference, and several functions read each answer.
+# Each answer is read by several reward functions, and a reference once for each sample of its group.
 @functools.lru_cache(1024)
 def read(text: str) -> Number | None:
     """Reads the one number that a text gives; None if the text gives no number, or several that differ.

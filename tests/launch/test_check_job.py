@@ -126,6 +126,13 @@ def test_flags_that_cannot_be_checked_here_are_left_to_the_hosts(tmp_path, capsy
     assert second.endswith("/of/the/image.py is not here.")
 
 
+def test_a_check_of_flags_that_does_not_end_is_left_to_the_hosts(monkeypatch, capsys):
+    monkeypatch.setattr(submission, "_CHECK", "import time; time.sleep(3600)")
+    monkeypatch.setattr(submission, "_CHECK_S", 0.5)
+    submission.check_flags("grpo_gemma.py", [])
+    assert "checked on the hosts only: podrl has not answered within 0.5 s" in capsys.readouterr().err
+
+
 def test_the_commands_of_the_page_write_both_manifests(capsys):
     """The plan of the page compiles for minutes: tests/plan has those, and here its machines are those of the job."""
     page = (pathlib.Path(__file__).parents[2] / "docs" / "clusters.md").read_text()

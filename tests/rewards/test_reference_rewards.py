@@ -2,7 +2,7 @@
 
 import pytest
 
-from podrl.rewards import reference
+from podrl.rewards import numbers, reference
 
 GOOD = "<reasoning>2+2=4.</reasoning><answer>4</answer>"
 
@@ -124,3 +124,12 @@ def test_pass_at_k():
     assert reference.pass_at_k(8, 2, 1) == pytest.approx(0.25)
     with pytest.raises(ValueError, match=r"pass@6 of 2 right in 5"):
         reference.pass_at_k(5, 2, 6)
+
+
+def test_the_reference_of_a_group_is_read_once():
+    for cached in (numbers.read, numbers.of_reference):
+        cached.cache_clear()
+    for guess in range(8):
+        reference.accuracies(f"<answer>{guess}</answer>", "41 apples")
+    assert numbers.of_reference.cache_info().misses == 1
+    assert numbers.read.cache_info().misses == 9  # the reference, and each answer once
