@@ -137,7 +137,8 @@ FLAGS = {
     "last part of several keys": launch(
         "--seed=3", ["'--config.data.seed' or '--config.rollout.seed' or '--config.seed'"]
     ),
-    "last part of no key": launch("--lr=1e-4", ["--lr", "--help_config"]),
+    "name of another system": launch("--lr=1e-4", ["--lr", "--config.trainer.learning_rate=1e-4"]),
+    "last part of no key": launch("--swiftness=1e-4", ["--swiftness", "--help_config"]),
     "misspelt flag": launch("--workdri=x", ["workdri"]),
     "no flag": launch("seed=3", ["seed=3", "--"]),
     "lone word": launch("train", ["train", "--"]),
