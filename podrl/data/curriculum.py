@@ -104,7 +104,7 @@ class ChosenStream(Stream[Item], Generic[Item]):
           part: number of the source.
           is_taken: function that returns True for the number of a record that must be skipped.
           closed: number of the source's records that `is_taken` skips. If these and the records known to be too long
-            are all of the source, the result is None without a walk.
+            are all records of the source, the result is None without a walk.
 
         Raises:
           ValueError: MOST_IN_A_ROW records in a row are too long.
@@ -166,9 +166,9 @@ class ChosenStream(Stream[Item], Generic[Item]):
 class _Draw(Generic[Item]):
     """The choice of one batch's records.
 
-    It takes the step of every record's last visit (`last_N`; -1 before the first visit), every record's pool
-    (`pool_N`), the numbers of the records in batches whose results the curriculum's table lacks (`busy`), and the
-    number of records in the batch (`count`).
+    The constructor takes the step of every record's last visit (`last_N`; -1 before the first visit), every record's
+    pool (`pool_N`), the numbers of the records in batches whose results the curriculum's table lacks (`busy`), and
+    the number of records in the batch (`count`).
 
     Attributes:
       chosen: numbers of the records chosen so far.
@@ -179,7 +179,7 @@ class _Draw(Generic[Item]):
     ) -> None:
         self.stream, self._last_N, self._pool_N = stream, last_N, pool_N
         self._closed = stream.curriculum.config.closed
-        self._needed = len(busy) + count  # among so many records of a pool, at least one is not busy
+        self._needed = len(busy) + count  # of this many records of a pool, at least one is not busy
         self._busy = _ExcludedRecords(self, busy)  # records in batches whose results are not known, or in this batch
         self._mine = _ExcludedRecords(self, ())  # records in this batch
         self._queues: dict[tuple[int, int], _Queue] = {}

@@ -63,8 +63,8 @@ class OpenedSources:
     Attributes:
       parts: sources of the configuration, at least one.
       evaluation: records of data.eval_path; None if data.eval_path is ''.
-      unanswered: files with a record without an answer, each as (text that names the record and its fields, reward
-        functions of this source alone, which may be none).
+      unanswered: an entry for each file that has a record without an answer: (text that names the record and its
+        fields, reward functions that only this source has, possibly none).
       evaluation_unanswered: text that names the first record of data.eval_path without an answer, and its fields; ''
         if all have one.
     """
@@ -118,8 +118,8 @@ def split(config: DataConfig, form: Form | None = None) -> OpenedSources:
     Args:
       config: settings of the data.
       form: function (record, place of the record, settings of the source) of a job that trains on answers, which raises
-        ValueError for a record of another form. Records of a file are then held out only if all of them have an answer
-        in data.answer_field. None for jobs that train on prompts, whose records must have a question.
+        ValueError for a record of another form. With this function, records of a file are held out only if all of them
+        have an answer in data.answer_field. None for jobs that train on prompts, whose records must have a question.
 
     Raises:
       FileNotFoundError: a file does not exist.
@@ -173,7 +173,7 @@ class _File(NamedTuple):
       records: records after the transforms of the source.
       dropped: number of records that the transforms dropped, by reason.
       hashes: question hash of every record.
-      is_held: True if each record is held out.
+      is_held: True for each record that is held out.
       unanswered: text that names the first record without an answer and its fields; '' if all have one.
     """
 

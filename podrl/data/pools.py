@@ -117,7 +117,7 @@ class PassRateTable:
     """
 
     def __init__(self, records: int) -> None:
-        """Makes the table of records of which none was visited."""
+        """Makes a table in which no record has been visited."""
         self.rate_N = np.full(records, np.nan, np.float32)
         self.solved_N, self.failed_N = np.zeros(records, np.int32), np.zeros(records, np.int32)
         self.last_N = np.full(records, -1, np.int32)

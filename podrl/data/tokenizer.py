@@ -139,9 +139,9 @@ class Tokenizer:
     def encode_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Encodes a text as `encode` does: (ids, span of each token in characters: first, last + 1).
 
-        Every character is in a span: a character that normalisation drops is in the span of the next token. Several
-        tokens that are the bytes of one character all have the span of the character, and so has a token that
-        normalisation inserts before it.
+        Every character is in a span: a character that normalisation drops is in the span of the next token. If several
+        tokens are the bytes of one character, each has the span of the character. A token that normalisation inserts
+        before a character has the span of that character, too.
 
         Raises:
           ValueError: the text holds a special token for which the model in the same directory has no embedding.
@@ -170,7 +170,7 @@ class Tokenizer:
         before, ids = self._backend.encode(anchor), self._backend.encode(anchor + text)
         return ids[len(before) :] if ids[: len(before)] == before else None
 
-    @functools.lru_cache(maxsize=64)  # noqa: B019 - of the few tokenizers of a process
+    @functools.lru_cache(maxsize=64)  # noqa: B019 - a process has few tokenizers
     def _changed_by(self, anchors: tuple[str, ...]) -> bool:
         """Returns True if some texts have other tokens after an anchor than alone, for example if the tokenizer inserts
         a space."""
@@ -408,8 +408,8 @@ class Tokenizer:
     def _start_of_text(self) -> tuple[int, ...]:
         """Returns the ids that stand before a plain text.
 
-        tokenizer.json says which. tokenizer.model cannot say it: there it is the start token, unless add_bos_token in
-        tokenizer_config.json is false.
+        tokenizer.json lists them. tokenizer.model does not: there they are the start token alone, or nothing if
+        add_bos_token in tokenizer_config.json is false.
         """
         start = self._backend.start
         if start is None:
