@@ -197,7 +197,7 @@ def _in_prompts(values: ConfigValues) -> ConfigValues:
     sections = [values[name] for name in ("grpo", "ppo") if isinstance(values.get(name), Mapping)]
     trainer = values.get("trainer", {})
     size = trainer.get("mini_batch_size") if isinstance(trainer, Mapping) else None
-    # The key policy_loss_args is as old as the unit of prompts.
+    # A configuration with the key policy_loss_args already counts in prompts.
     if not size or not sections or "policy_loss_args" in sections[0]:
         return values
     prompts, rest = divmod(size, sections[0].get("num_generations", 1))

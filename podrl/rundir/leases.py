@@ -352,7 +352,7 @@ class LeaseServer(Leases):
         Args:
           name: name of the task.
           hosts: the host of each place of the batch; only the host that failed if the batch could not be made.
-          joined: True to make one lease of neighbouring places of a host.
+          joined: True to put neighbouring places of the same host into one lease.
           since, groups, position: attributes of the LeasedTask.
         """
         starts = [i for i, host in enumerate(hosts) if not i or not joined or hosts[i - 1] != host]
