@@ -140,7 +140,7 @@ class Meshes:
 
 @dataclasses.dataclass(frozen=True)
 class PlannedDevice:
-    """A device of a pod that is planned and not started, as far as meshes read it.
+    """A device of a pod that is planned and not started, with the fields that meshes read.
 
     Attributes:
       id: number of the device in the pod.
