@@ -290,8 +290,8 @@ class _Reader:
     def _fusion_bytes(
         self, i: Instruction, types: Mapping[str, str], body: Sequence[Instruction], inner: Mapping[str, str]
     ) -> tuple[float, float]:
-        """Counts the bytes (read, written) of a fusion: of inputs only the slices that are read, of outputs the updated
-        parts."""
+        """Counts the bytes (read, written) of a fusion: only the slices that it reads of inputs, and only the parts
+        that it updates of outputs."""
         by_name, users = {x.name: x for x in body}, _users(body)
         read = written = 0.0
         for x in body:
@@ -355,7 +355,8 @@ class _Reader:
 
 
 def _unread_bytes(matrices: str, read: float) -> float:
-    """Counts the bytes of the matrices (G, X, Y) in HBM of which a kernel reads `read`, without these; 0 for others."""
+    """Counts the bytes of a stack of matrices (G, X, Y) in HBM without the `read` of them that a kernel reads; 0 for
+    other arrays."""
     dims = dims_of(matrices) if matrices.count("[") == 1 else []
     return hbm_bytes(matrices) * max(0.0, 1 - read / dims[0]) if len(dims) == 3 else 0.0
 
@@ -468,7 +469,7 @@ def _index(x: Instruction) -> int:
 
 
 def _increment(body: Mapping[str, Instruction], index: int) -> int | None:
-    """Reads by how much element `index` of a loop's state grows in its body."""
+    """Reads the number by which element `index` of a loop's state grows in the loop's body."""
     root = next(x for x in body.values() if x.root)
     if root.opcode != "tuple":
         return None
