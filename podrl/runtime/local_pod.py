@@ -111,7 +111,7 @@ class LocalPod:
 
     def _wait(self) -> int:
         failed: int | None = None
-        end, silent = float("inf"), False  # silent: the leader, which says what is saved, was killed
+        end, silent = float("inf"), False  # silent: True if the leader was killed and so printed no last words
         while self._children:
             for process, child in list(self._children.items()):
                 code = child.poll()
