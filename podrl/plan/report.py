@@ -223,9 +223,9 @@ def _outlook_line(o: Outlook) -> str:
     return (
         f"Predicted for {o.lengths:,} given lengths (mean {o.mean:.0f}, longest {o.longest}): a step of "
         f"{o.planned.step_s:.4g} s, the trainer idle {o.planned.trainer_idle:.0%} of it, the rollout "
-        f"{o.planned.rollout_idle:.0%}, its lanes busy {o.planned.lanes_busy:.0%} of their decode steps. With {own:,} "
-        f"of the same {sum(o.chips):,} chips for the trainer, a step takes {best.step_s:.4g} s, the trainer idle "
-        f"{best.trainer_idle:.0%}, the rollout {best.rollout_idle:.0%}. The cost is that of the step as planned."
+        f"{o.planned.rollout_idle:.0%}, its lanes busy {o.planned.lanes_busy:.0%} of their decode steps. If of the "
+        f"same {sum(o.chips):,} chips {own:,} were the trainer's, a step would take {best.step_s:.4g} s, the trainer "
+        f"idle {best.trainer_idle:.0%}, the rollout {best.rollout_idle:.0%}. The cost is that of the step as planned."
     )
 
 
