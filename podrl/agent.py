@@ -28,7 +28,7 @@ _OTHERS = ("ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY")  # the same endpoint; Anth
 
 
 class Failure(Exception):  # noqa: N818 - a lost sample, not an error of this program
-    """`solve` raises it where its own code is not to blame for the lost sample, which podrl counts by `kind`."""
+    """Raised by `solve` if a sample is lost through no mistake of its code; podrl counts the sample under `kind`."""
 
     def __init__(self, kind: str, why: str) -> None:
         """Keeps the arguments.

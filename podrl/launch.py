@@ -4,7 +4,8 @@
     python -m podrl.launch --help_config [prefix]
 
 A config is looked up at its path, then in configs/. Exit codes: 0 done, 1 user error, 42 infrastructure (restart me),
-75 preempted after saving, or before there was anything to save (the same command resumes), 130 Ctrl-C before that.
+75 preempted after saving, or before there was anything to save (the same command resumes), 130 Ctrl-C before there was
+anything to save.
 """
 
 from podrl.runtime import signals
@@ -289,7 +290,7 @@ def _start_pod(argv: Sequence[str], path: str, config: ConfigDict, processes: in
 
 
 def _splits(argv: Sequence[str]) -> bool:
-    """Returns True if the command line asks for clusters that are apart."""
+    """Returns True if the command line asks for separate clusters of trainers and rollouts."""
     return _early(argv, "topology", "auto", prefix="--") == "split"
 
 

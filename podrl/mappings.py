@@ -41,7 +41,7 @@ PackedTokens = Mapping[str, Any]
 # config.json. The function that builds or reads it says which keys it has.
 JsonObject = Mapping[str, Any]
 
-# The JSON that a checkpoint holds of an object, beside arrays; the object's `state` and `restore` know the keys.
+# The JSON that a checkpoint holds for an object, besides arrays; the object's `state` and `restore` know the keys.
 SavedState = Mapping[str, Any]
 
 # A line of a journal in the run directory: podrl.environments.journal and podrl.rollout.journal give the keys.
