@@ -104,7 +104,7 @@ async def _cpu_ms(most: int, requests: int, body: bytes, answer: Answer, *, clos
 
 
 class _Client:
-    """A client of HTTP that sends one request many times; it is written out, so that it takes little time itself."""
+    """An HTTP client that sends one request many times; without a library, so that it takes little time itself."""
 
     def __init__(self, address: str, key: str, body: bytes, *, closing: bool) -> None:
         self._host, _, self._port = address.partition(":")

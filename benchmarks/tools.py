@@ -201,7 +201,7 @@ def _asked(args: Any, calls: int, given: int) -> dict[str, Any]:
 
 
 def _playing(args: Any) -> Any:
-    """Starts processes in which `Calls` runs, until the end of the context."""
+    """Starts processes in which `Calls` runs; they end with the context."""
     from podrl.environments.config import EnvironmentConfig
     from podrl.environments.workers import Episodes
     from podrl.workers.user_code import Limits

@@ -420,7 +420,7 @@ class Pod:
             return [address for process, address in self._addresses.items() if process != LEADER]
 
     def await_end(self, deadline_s: float) -> None:
-        """Waits for the job to be ended by another process, which knows why; if that happens, it does not return.
+        """Waits for the job to end for a reason that another process knows; this call returns only if it does not end.
 
         Call it in a process whose failure the leader must handle first, or whose failure probably follows from
         another's.
