@@ -190,7 +190,7 @@ def setting_of(name: str, chip: str) -> Any:
 
 
 def _compiled(name: str, chip: str, args: argparse.Namespace, done: set[tuple[str, str, str]]) -> Iterator[Any]:
-    """Yields the results of a case for a chip, without those that are done."""
+    """Yields the results of a case for a chip, except the results that are `done`."""
     from podrl.plan import programs, training
     from podrl.plan.answers import answer_programs
     from podrl.plan.compile import measure

@@ -17,7 +17,7 @@ MEAN, SIGMA = 5.0, 0.9  # mean and standard deviation of the logarithm of a samp
 def measure(bench: Any, args: argparse.Namespace) -> dict[str, Any]:
     """Generates batch after batch, in windows and as whole batches; the lengths of samples are drawn in advance.
 
-    Lengths are log-normal, up to --max_new; every window decodes what a training step with that staleness asks for.
+    Lengths are log-normal, up to --max_new; every window decodes what a training step with `staleness` needs.
 
     Args:
       bench: a benchmarks.rollout.Bench whose samples end by their lengths alone.

@@ -412,7 +412,7 @@ def check_text(text: str, hint: object, key: str) -> bool:
 
     Raises:
       ValueError: the field takes only numbers, switches and named values, and the text is none of them. The
-        message is that of `check`.
+        message is the same as from `check`.
     """
     options = _options(hint)
     if type(None) in options and text.lower() == "none" and any(_range_of(option) is not None for option in options):

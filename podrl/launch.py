@@ -238,7 +238,7 @@ def _find_cluster(argv: Sequence[str], *, joins: bool = False, planned: bool = F
     Args:
       argv: the command line, each argument as --name=value.
       joins: True if the process joins a running job.
-      planned: True if a dry run shows a pod of several processes, of which none is started.
+      planned: True if a dry run shows a pod of several processes, without starting them.
 
     Raises:
       ValueError: settings that cannot work in this cluster.

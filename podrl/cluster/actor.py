@@ -133,7 +133,7 @@ class Actor:
         Args:
           source: a Hugging Face directory; None for a reference that is no separate model. The model may have another
             architecture than the actor; the caller ensures that its token ids mean the same tokens as the actor's.
-          ids: number of token ids of the actor's tokenizer, for all of which `source` must have embeddings.
+          ids: number of token ids of the actor's tokenizer; `source` must have an embedding for each.
 
         Raises:
           ValueError: `source` has too few embeddings.

@@ -22,7 +22,7 @@ class ChosenStream(Stream[Item], Generic[Item]):
     """A stream that leaves records out, and draws others more often, as a curriculum says.
 
     The stream walks every source in an order of its own, which is new in every epoch, and skips the records of closed
-    pools. From a pool with a share it draws records beside the walk; the record that was visited longest ago comes
+    pools. From a pool with a share it draws records in addition to the walk; the record visited longest ago comes
     first. Sources keep their weights. The records of a batch are a function of the stream's position and of the
     curriculum's table.
     """

@@ -120,7 +120,7 @@ class Dialogue:
             return self._role("user")
         if role == "tool" and "more" not in once.rpartition(_WORDS)[2]:  # the template leaves the tool's turn out
             return self._role("user")
-        # The two renderings may differ in the white space between turns, as those of Hermes' template do. This does no
+        # The two renderings may differ in the white space between turns, as with Hermes' template. This does no
         # harm, because a sample keeps the tokens that it has. A prompt may end with the opening of a thought, which the
         # model's words continue.
         packed, words = _packed(once), _packed(_WORDS)

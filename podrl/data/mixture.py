@@ -92,7 +92,7 @@ class OpenedSources:
 
     @property
     def train(self) -> Source | Mixture:
-        """The training records: those of the only source, or a mixture of all sources."""
+        """The training records: the records of the only source, or a mixture of all sources."""
         if len(self.parts) == 1:
             return self.parts[0].train
         names = [part.name for part in self.parts]
@@ -300,7 +300,7 @@ def _read(
       config: settings of a job that has this source only.
       path: path of the file, or of a directory of files.
       part: name of the split, which begins the names of its files; '' if `path` is a file.
-      notes: question hashes and answers of the records; this function adds those of the file.
+      notes: question hashes and answers of the records; this function adds the notes of the file.
       cache: cache of the records and notes of large files.
       form: function that raises ValueError for records of another form; None if records must have a question.
       with_question: True if a record with a question is allowed in any form. This is the case in an evaluation file,

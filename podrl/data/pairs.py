@@ -73,7 +73,7 @@ def held_out_pairs(
 ) -> list[SFTBatch]:
     """Makes batches of at most `count` held-out pairs, `pairs` in a batch, in the form of PairStream.
 
-    The list is empty if the data holds no record out. The other arguments are those of PairStream.
+    The list is empty if the data holds out no record. The other arguments are those of PairStream.
     """
     limit = Limit(max_length, key, data.long_prompts)
     if data.eval_path:

@@ -202,14 +202,14 @@ class Curriculum:
 
     @property
     def lag(self) -> int:
-        """Number of steps right before a batch's step whose results come too late for the choice of the batch."""
+        """Number of steps right before a batch's step that end too late to influence the choice of the batch."""
         return self._lag
 
     def begin(self, *, lag: int, names: Sequence[str]) -> None:
         """Sets the values that stay the same during a run.
 
         Args:
-          lag: number of steps right before a batch's step whose results come too late for the choice of the batch.
+          lag: number of steps right before a batch's step that end too late to influence the choice of the batch.
           names: names of the run's reward functions, in the order of `Experience.reward_FB`.
 
         Raises:
@@ -290,7 +290,7 @@ class Curriculum:
         return arrays | {"range": np.asarray([at, end], np.int64)}
 
     def recall(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Replaces all results by those that `memory` returned."""
+        """Replaces all results by the results that `memory` returned."""
         at, end = (int(number) for number in arrays["range"])
         with self._lock:
             self._table, self._table_at = PassRateTable(self.records), at

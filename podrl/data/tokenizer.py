@@ -40,7 +40,7 @@ _CALLED = {
 
 class _Backend(Protocol):
     size: int  # largest id plus one
-    added: Mapping[int, str]  # texts, by id, of the special tokens that are added beside the vocabulary
+    added: Mapping[int, str]  # texts, by id, of the special tokens that are added to the vocabulary
     special: Mapping[int, str]  # texts, by id, of all special tokens
     marks: Mapping[int, str]  # texts, by id, of tokens found before a text is cut into pieces; `special` is among them
     start: Sequence[int] | None  # ids before a plain text; None if files of this kind do not say which

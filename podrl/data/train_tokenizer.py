@@ -71,7 +71,7 @@ def train(*, calls: bool = False, search: bool = False) -> tokenizers.Tokenizer:
 
     Args:
       calls: True if the tags of a tool's call and output are pieces, too.
-      search: True if the tokenizer is that of the task 'facts', with the tags of a search and of a citation.
+      search: True for the tokenizer of the task 'facts', with the tags of a search and of a citation.
     """
     count = collections.Counter(_words(_texts_of_facts() if search else _corpus()))
     everyday, tags = _EVERYDAY.split(), SEARCH_TAGS if search else CALL_TAGS * calls

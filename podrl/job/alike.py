@@ -69,7 +69,7 @@ def check_settings(values: ConfigValues, pod: Pod, deadline_s: float) -> None:
 
 
 def check_files(mine: Mapping[str, str], pod: Pod, deadline_s: float) -> None:
-    """Refuses files and versions that differ from those of the other hosts.
+    """Refuses files and versions that differ between this host and the other hosts.
 
     A data file or code that is missing on this host is not reported here, but by the function that reads it.
 

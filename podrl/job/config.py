@@ -330,7 +330,7 @@ class Job:
         the model ('tiny' with model.path='scratch').
       scratch: sizes of the model that is trained if model.path is 'scratch'.
       reward: rewards of generated samples; jobs on answers from data have none.
-      env: environment of generated samples, those of evaluations included.
+      env: environment of generated samples, including samples of evaluations.
     """
 
     trainer: RLTrainingConfig
@@ -372,7 +372,7 @@ class Job:
 
     @property
     def kept_versions(self) -> int:
-        """Number of weight versions that a trainer of `topology=split` keeps: all that a rollout host may ask for.
+        """Number of weight versions that a trainer keeps under `topology=split`: all that a rollout host may request.
 
         Samples in flight are drawn by the newest `max_staleness` + 1 versions. One more version is for a host that was
         told its first version just before the trainers went on.
@@ -468,7 +468,7 @@ def complete(values: ConfigValues) -> ConfigValues:
     if not kind.offline:
         other = "grpo" if section == "ppo" else "ppo"
         # A configuration written for the other kind of algorithm keeps the values of keys that both kinds have, except
-        # those that the preset sets.
+        # keys that the preset sets.
         common = {f.name for f in dataclasses.fields(AlgorithmConfig)}
         carried = {key: value for key, value in values_of_section.pop(other, {}).items() if key in common}
         fields = merge(carried, preset(name).settings)

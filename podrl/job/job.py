@@ -70,7 +70,7 @@ def dry_run(values: ConfigValues, workdir: str, pod: PlannedPod | None = None, *
       all_settings: True to print every setting, as JSON.
 
     Raises:
-      ValueError: the run itself would be refused. An empty model.path is such a reason, and is reported last.
+      ValueError: the run itself would be refused. An empty model.path is also refused, after everything is printed.
     """
     console = make_console()
     sized = values["rollout"]["max_prompt_length"] or not values["model"]["path"]

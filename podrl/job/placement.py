@@ -218,7 +218,7 @@ def meshes(roles: RolesConfig, hosts: Hosts | None = None, *, split: bool = Fals
 
 
 def _of_trainers(roles: RolesConfig, devices: Sequence[JaxDevice]) -> Meshes:
-    """Builds the meshes of the trainers' cluster; those of the other roles are placeholders."""
+    """Builds the meshes of the trainers' cluster; the meshes of the other roles are placeholders."""
     mine, values = _cut(devices, roles.critic, "critic", TRAINER)
     mine, teaches = _cut(mine, roles.teacher, "teacher", TRAINER)
     trainer = _whole(roles.trainer, mine, TRAINER)

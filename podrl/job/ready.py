@@ -117,7 +117,7 @@ def check_fit(job: Job, tokenizer: Tokenizer) -> None:
 
 
 def _check_tokens(key: str, directory: str, policy: Tokenizer) -> None:
-    """Checks that a model beside the policy can read the ids that it will get: the policy's, or its own tokenizer's."""
+    """Checks that a model other than the policy can read the ids of its own tokenizer or, without one, the policy's."""
     own = None
     if key == "model.teachers":
         own = tokenizer_of(directory, policy)

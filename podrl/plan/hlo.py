@@ -82,7 +82,7 @@ class ProgramCost:
     """Work of one chip in one execution of a program: FLOP, bytes, collectives.
 
     Attributes:
-      flops: operations of matrix products (two per multiply-add), those of attention kernels included.
+      flops: operations of matrix products (two per multiply-add), including the products of attention kernels.
       bytes: bytes that the fused operations read from and write to HBM; an estimate.
       read: part of `bytes` that is read.
       from_host, to_host: bytes that the chip copies from and to the host's memory.
@@ -178,7 +178,7 @@ class _Reader:
         return total
 
     def _instruction(self, total: _Sum, i: Instruction, types: Mapping[str, str], depth: int) -> None:
-        if i.opcode in _FREE or i.opcode.endswith(("-done", "-update")):  # parts of what a -start counts
+        if i.opcode in _FREE or i.opcode.endswith(("-done", "-update")):  # counted with their -start
             return
         if i.opcode == "while":
             count = self._trip_count(i, types)

@@ -67,7 +67,7 @@ class Program:
       trips: trip counts of loops of traced length, see `podrl.plan.hlo.cost_of`.
       experts: number of experts of a layer on one chip, the largest number whose matrices a grouped kernel reads; 0 if
         the kernels get the experts of one layer only, or the model has none.
-      by_hand: counts of work to use instead of the counts from the compiled text; None uses the latter.
+      by_hand: counts of work to use instead of the counts from the compiled text; None uses the compiled text.
     """
 
     name: str

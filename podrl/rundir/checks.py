@@ -472,7 +472,7 @@ def _apart(now: LogRecord, past: Past) -> str:
 
 @check(
     "observations that are not learned",
-    meaning="what the environment answers cannot be predicted, and its gradient disturbs that of the policy",
+    meaning="the environment's answers cannot be predicted, and their gradient disturbs the policy's gradient",
     key="SECTION.observation_coef lower, or 0",
 )
 def _observed(now: LogRecord, past: Past) -> str:
@@ -505,7 +505,7 @@ def _adapters(now: LogRecord, past: Past) -> str:
 @check(
     "adapters not served",
     kind="evaluation",
-    meaning="evaluations of a trained policy give the same to the last digit: the engine serves the base model",
+    meaning="evaluations of a trained policy are equal to the last digit: the engine serves the base model",
     key="rollout.merge_adapters the other way; report it",
 )
 def _served(now: LogRecord, past: Past) -> str:

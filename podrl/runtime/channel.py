@@ -220,7 +220,7 @@ class Channel:
         self._do(lambda: self._link((address, 0)).watch(on_lost, within_s))
 
     def give_up(self, number: str) -> None:
-        """Refuses all requests of an endpoint from now on, also those that already wait for an answer.
+        """Refuses all requests of an endpoint from now on, and all its requests that already wait for an answer.
 
         Args:
           number: attribute `number` of the other endpoint.

@@ -100,7 +100,7 @@ def late_seat(leader: str, environment: Mapping[str, str], deadline_s: float, cl
 
     Args:
       leader: 'host:port' of the leader's endpoint.
-      environment: environment variables, of which PODRL_SECRET or PODRL_SECRET_FILE holds the job's secret.
+      environment: environment variables; PODRL_SECRET or PODRL_SECRET_FILE holds the job's secret.
       deadline_s: the longest wait, in seconds.
       cluster: place of this process among the hosts that join together. If several hosts hold a copy of the weights
         together, the hosts of one cluster get neighbouring seats, in the cluster's order.

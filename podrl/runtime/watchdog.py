@@ -60,7 +60,7 @@ class Watchdog:
       wait_sources: functions that describe the waits of this process as text, '' for none; printed with the stage.
       last_words: function that returns the text to print before the process ends: what is saved, and how to resume.
       log: function that prints a line about a stage that takes more than 3 s; None prints nothing.
-      expected: seconds that each stage took when it ran last, as far as known; the line about a slow stage says so.
+      expected: seconds that each stage took when it ran last, if known; the line about a slow stage shows them.
       informs: True in the process that informs the user; only this process reports its waits after a tenth of
         `stall_s`.
       on_stage_end: function that is called with every stage that has ended: its name, start and end (`time.monotonic`).

@@ -62,7 +62,7 @@ class Owner:
 
     @classmethod
     def parse(cls, text: bytes) -> "Owner | None":
-        """Parses the result of `text`; returns None for other content, such as that of an interrupted write."""
+        """Parses the result of `text`; returns None for other content, such as after an interrupted write."""
         try:
             return cls(**json.loads(text))
         except (ValueError, TypeError, RecursionError):

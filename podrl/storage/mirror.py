@@ -29,7 +29,7 @@ class Mirror:
     """
 
     def __init__(self, remote: Place, *, folders: Sequence[str] = ()):
-        """Makes the local directory and fetches the files of the remote directory, without those in its folders.
+        """Makes the local directory and fetches the files of the remote directory, but not from its subfolders.
 
         Args:
           remote: the directory in the bucket.
