@@ -457,7 +457,7 @@ def _env_client(config: env.EnvironmentConfig, tokenizer: Any) -> Iterator[Any]:
 
 
 def _prompts(rows: Sequence[Sequence[int]], wanted: Sequence[int], records: sources.Records, tokenizer: Any) -> Any:
-    """Makes Prompts of some prompts; each keeps its number among all prompts, because its random key depends on it."""
+    """Makes Prompts of some prompts; they keep their numbers among all prompts, on which the random keys depend."""
     from podrl.data.tokenizer import right_padded
     from podrl.types import Prompts
 

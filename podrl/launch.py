@@ -327,7 +327,7 @@ def _command_line(argv: Sequence[str]) -> str:
 
 
 def _unknown_flag(error: flags.UnrecognizedFlagError, values: ConfigValues) -> str:
-    """Writes the error for a flag that does not exist, with the keys of the configuration that end in its name."""
+    """Writes the error for an unknown flag, with the configuration's keys that end in the flag's name."""
     name, value = error.flagname.replace("-", "_"), error.flagvalue.partition("=")[2]
     places = elsewhere(name, values, "--config.")
     if places.count("--config.") == 1:

@@ -232,7 +232,7 @@ class RLCluster(SavedByRun):
         """Moves the trainer's weights to the rollout mesh; under LoRA, calls after the first move only the adapters.
 
         Args:
-          version: number of these weights, recorded with every token that they sample; None for the optimizer's step.
+          version: number of the weights, recorded with every token sampled by them; None for the optimizer's step.
           in_place: True to reuse the buffers of the previous policy leaf by leaf, so that the rollout mesh never
             holds two policies; the training loop does this. Nothing is reused unless the previous call was in place,
             too. The previous policy becomes invalid, even if this call fails.

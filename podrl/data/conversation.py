@@ -385,7 +385,7 @@ class _Writing:
     def _ending(self) -> tuple[str | None, str]:
         """The text that the template writes after the words of a last turn: (end mark, text after the mark).
 
-        The mark is the special token that ends the turn, or the last one of adjacent tokens that end it. It is '' if
+        The end mark is the special token that ends the turn; of adjacent special tokens, it is the last. It is '' if
         the template writes no mark, and None if the template refuses a conversation of a question and an answer.
         """
         messages = [_QUESTION, {"role": "assistant", "content": self._word}]

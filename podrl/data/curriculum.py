@@ -98,7 +98,7 @@ class ChosenStream(Stream[Item], Generic[Item]):
         return part, [None, *shares][wanted]
 
     def walk(self, part: int, is_taken: Callable[[int], bool], closed: int) -> tuple[int, Item] | None:
-        """Returns the next record of a source's walk that may be drawn, and its item; None if there is no such record.
+        """Returns (number, item) of the next record in a source's walk that may be drawn; None if there is none.
 
         Args:
           part: number of the source.

@@ -76,7 +76,7 @@ class OpenedSources:
 
     @property
     def unmeasured(self) -> str:
-        """Text that names a record without an answer in a file that evaluations use; '' if all records have one."""
+        """Text that names a record without an answer in a file that evaluations use; '' if all records have answers."""
         lacking = (
             [self.evaluation_unanswered] if self.evaluation is not None else [part.unanswered for part in self.parts]
         )

@@ -233,7 +233,7 @@ def held_out_prompts(
 
 
 def set_prompts(config: DataConfig, tokenizer: Tokenizer, *, count: int, max_prompt_length: int) -> list[Prompts]:
-    """Makes one batch of a configuration's only source: its first `count` prompts that are not too long.
+    """Makes one batch of the first `count` prompts that are not too long, from a configuration's only source.
 
     The prompts of a generated task are held-out problems. The list is empty if no prompt is short enough.
     """

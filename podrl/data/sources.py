@@ -139,7 +139,7 @@ class _Lines(Records):
         return open(self._file, "rb") if self._content is None else io.BytesIO(self._content)
 
     def add(self, start: int, raw: bytes, line: int) -> None:
-        """Appends the next record: `start` is its offset in bytes, `raw` its bytes, `line` the number of its line."""
+        """Appends the next record: `start` is the offset in bytes, `raw` the bytes, `line` the number of the line."""
         self._starts.append(start)
         self._sizes.append(len(raw))
         self._lines.append(line)

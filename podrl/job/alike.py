@@ -253,7 +253,7 @@ def _texts(value: object, key: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _of_file(file: epath.Path, cache: Cache | None = None) -> str:
-    """Describes a file by its size and the checksum of its bytes; a file in a bucket by its size and time of change."""
+    """Describes a file by size and checksum of the bytes, or a file in a bucket by size and time of change."""
     size = sources.size(file)
     if is_remote(file):
         return f"{size} bytes of {file.stat().mtime}"
@@ -295,7 +295,7 @@ def _joined(described: Iterable[str]) -> str:
 
 
 def _with_imports(file: pathlib.Path) -> list[pathlib.Path]:
-    """Lists a file and the Python files beside it that it imports, directly or through others."""
+    """Lists a file and the Python files in its folder that it imports, directly or through other files."""
     root, left, found = file.parent, [file], dict[pathlib.Path, None]()
     while left:
         one = left.pop()

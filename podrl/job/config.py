@@ -794,7 +794,7 @@ def _with_scorers(values: ConfigValues) -> ConfigValues:
     """Names the reward function 'reasoning_gym' for datasets of reasoning-gym, unless reward.fns names it already.
 
     The function scores the records of every such source and evaluation set that names no functions of its own. If all
-    records of the job are such problems, it replaces the default of reward.fns.
+    records of the job are problems of reasoning-gym, the function replaces the default of reward.fns.
     """
     if KINDS[section_of(values.get("algorithm", "grpo"))].offline:
         return dict(values)

@@ -82,7 +82,7 @@ def role_rows(
 
 
 def _processes(role: str, pod: Pod | PlannedPod | None, shown: int = 8) -> str:
-    """Lists the processes of a role: '4711', or host numbers with process id (and machine, if it is not this one)."""
+    """Lists the processes of a role: '4711', or host numbers, each with its process id and any other machine's name."""
     if pod is None:
         return f"{os.getpid()}"
     all_hosts = pod.hosts if isinstance(pod, PlannedPod) else pod.seat.hosts

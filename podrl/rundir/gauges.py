@@ -146,7 +146,7 @@ def first_start(workdir: pathlib.Path | None, began: float, step: int) -> float:
     """Records this start of the run in starts.jsonl; returns the time of the run's first start, in seconds since 1970.
 
     Args:
-      workdir: the run directory; None for a run without one, whose first start is this one.
+      workdir: the run directory; None for a run without a directory, in which this start is the first.
       began: time of this start, in seconds since 1970.
       step: the step from which this start continues.
     """

@@ -136,8 +136,8 @@ def changes(theirs: ConfigValues, mine: ConfigValues, defaults: ConfigValues) ->
     """Describes the settings that differ between a run and the configuration that would resume it.
 
     Args:
-      theirs: configuration of the run in the directory. A key that it lacks had its default; a section that `mine`
-        lacks was for another algorithm and is ignored.
+      theirs: configuration of the run in the directory. A key that `theirs` lacks had its default; a section that
+        `mine` lacks was for another algorithm and is ignored.
       mine: configuration that would continue the run.
       defaults: defaults of the keys of `mine`, as far as known.
 

@@ -311,8 +311,8 @@ class LeaseServer(Leases):
 
         Args:
           step: the step at which the job starts or resumes.
-          start: function that returns the reply to a process that joins at this step. Arrays of the reply are in its
-            entry 'arrays'.
+          start: function that returns the reply to a process that joins at this step. The entry 'arrays' of the reply
+            holds its arrays.
         """
         with self._changed:
             self._begins(step, start)
@@ -347,7 +347,7 @@ class LeaseServer(Leases):
         groups: Sequence[tuple[int, int]],
         position: str,
     ) -> None:
-        """Opens a batch whose samples exist already: gives its leases to the hosts that made them, and announces it.
+        """Opens a batch whose samples exist already: gives its leases to the samples' hosts, and announces the batch.
 
         Args:
           name: name of the task.

@@ -63,7 +63,7 @@ class LocalPod:
           environment: environment of every process. The variables that give a process its place are added, and
             PODRL_SECRET and PODRL_CHANNEL if they are missing.
           restarts: number of times, over all processes, that a process that does not train is started again.
-          again: command that starts the job again, for the case that the process that would print it is killed.
+          again: command that starts the job again; printed here if the leader, which would print it, is killed.
         """
         self._again = again
         self._command, self._hosts, self._replace = list(command), hosts, replace_rollouts

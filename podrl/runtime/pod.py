@@ -52,8 +52,8 @@ class Pod:
       leads: True on the leader.
       ids: (process id, machine) of each process by its number; complete on the leader once all have joined, elsewhere
         this process alone.
-      last_words: function that returns the text to print before this process ends because another one has ended: saved
-        step and how to resume.
+      last_words: function that returns the text to print if this process ends because another process has ended: the
+        saved step and how to resume.
       on_lost: function that is called on the leader, on the channel's thread, with the number of a rollout process that
         was lost.
       on_evaluator_lost: function that is called in the same way with the number of a lost evaluation process.
@@ -379,7 +379,7 @@ class Pod:
     def first_to_fail(self) -> bool:
         """Returns True in the one process that prints the full error of a failing job; the others print one line.
 
-        One error often strikes several processes at once, or reaches them from another process. Call it before `fail`.
+        An error often strikes several processes at once, or reaches them from another one. Call this before `fail`.
         """
         me = Message({"process": self.seat.process})
         if self._ended.is_set():
@@ -392,7 +392,7 @@ class Pod:
             return not self._ended.is_set()
 
     def fail(self, code: int, text: str) -> None:
-        """Tells the other processes that this one ends the job, and why: the first line of `text`."""
+        """Tells the other processes that this process ends the job, and why: the first line of `text`."""
         if self._ended.is_set():
             return
         self._ended.set()

@@ -63,7 +63,7 @@ class Watchdog:
       expected: seconds that each stage took when it ran last, if known; the line about a slow stage shows them.
       informs: True in the process that informs the user; only this process reports its waits after a tenth of
         `stall_s`.
-      on_stage_end: function that is called with every stage that has ended: its name, start and end (`time.monotonic`).
+      on_stage_end: function that is called after every stage with the stage's name, start and end (`time.monotonic`).
     """
 
     def __init__(self, stall_s: float):

@@ -108,7 +108,7 @@ class Lock:
         """Checks that this process still owns the directory.
 
         Raises:
-          ValueError: another process has taken the directory over, because this one did not renew its lease.
+          ValueError: another process has taken the directory over, because this process did not renew its lease.
         """
         if self._new_owner is not None:
             raise ValueError(
