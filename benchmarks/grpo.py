@@ -14,7 +14,7 @@ import numpy as np
 
 from benchmarks.model import add_options, fake_devices, model_of, number_range
 
-# Figures of a step, and for each the metric of the run whose median it is.
+# Figures of a step; each is the median of a metric of the run.
 _KEPT = {
     "rollout_s": "time/rollout",
     "decode_s": "time/decode",

@@ -97,6 +97,6 @@ def _fields(result: Any) -> dict[str, object]:
         return {}
     if isinstance(result, Mapping):
         if unknown := set(result) - {"reward", "metrics", "text"}:
-            raise Failure("grading", f"the result has {sorted(unknown)}, and may have reward, metrics and text")
+            raise Failure("grading", f"the result has {sorted(unknown)}, but may have only reward, metrics, text")
         return dict(result)
     return {"reward": float(result)}

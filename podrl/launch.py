@@ -10,7 +10,7 @@ anything to save.
 
 from podrl.runtime import signals
 
-if __name__ == "__main__":  # before the imports below, which take their time
+if __name__ == "__main__":  # before the imports below, which are slow
     signals.leave_on_signals(unwind=False)
 
 import dataclasses

@@ -61,7 +61,7 @@ def _is_text_part(part: object) -> bool:
 
 
 def prompt_field(record: Record, question_field: str = QUESTION) -> str:
-    """Returns the name of the field that asks: 'messages', else 'prompt', else 'question'; '' if there is none of them.
+    """Returns the name of the field that asks the model: 'messages', else 'prompt', else 'question'; '' if none exists.
 
     A `question_field` other than 'question' was chosen by the user: it comes before 'messages' and 'prompt'. A field
     that is None counts only if no other field asks.

@@ -622,8 +622,8 @@ class _SentencePiece:
 
         Args:
           path: path of the file `tokenizer.model`.
-          added: tokens that the files beside it add, as (text, whether the token is special) by id. Some of them are
-            pieces of the model.
+          added: tokens that other files of the directory add, as (text, whether the token is special) by id. Some of
+            them are pieces of the model.
 
         Raises:
           ValueError: the file is not a SentencePiece model, or the id of an added token contradicts its pieces: a

@@ -590,8 +590,8 @@ def _with_sources(values: ConfigValues, section: str) -> ConfigValues:
     settings = values.get(section, {})
     if own and section != "grpo":
         raise ValueError(
-            f"data.sources: {', '.join(own)} has settings 'grpo', and algorithm={section!r} is not of that kind: leave "
-            "them out, or choose algorithm=grpo."
+            f"data.sources: {', '.join(own)} has settings 'grpo', which algorithm={section!r} does not read: leave them "
+            "out, or choose algorithm=grpo."
         )
     if settings.get("sources"):
         raise ValueError(
@@ -724,7 +724,7 @@ def _check_teacher(job: Job) -> None:
         )
     if job.data.hinted and taught.kl == "full":
         raise ValueError(
-            "grpo.teacher_kl='full' compares policy and teacher behind the same prompt, and data.hint gives the "
+            "grpo.teacher_kl='full' compares policy and teacher after the same prompt, but data.hint gives the "
             "teacher another: set grpo.teacher_kl='top_k', which is exact if grpo.teacher_top_k is the size of the "
             "vocabulary, or 'sampled', or leave data.hint out."
         )

@@ -29,7 +29,7 @@ from podrl.plan.hlo_text import (
     top_leaves,
 )
 
-# trips(depth): how often a loop of unknown length runs that lies in `depth` other loops of unknown length.
+# trips(depth): number of runs of a loop of unknown length, if it is nested in `depth` other loops of unknown length.
 Trips = Callable[[int], float]
 
 _FREE = frozenset(
@@ -146,9 +146,9 @@ def cost_of(
     Args:
       text: text of the compiled module (`compiled.as_text()`).
       trips: function that returns how often a loop of traced length runs, by its nesting depth among such loops.
-      named: number of runs of loops directly in a `jax.named_scope`, by name of the scope, instead of the number in the
-        text; number of pages that a kernel of podrl.engine.page_attention reads, by name of the kernel; and number of
-        matrices that the kernel GROUPED reads at most, of all that it is given.
+      named: numbers that replace numbers in the text, by name. Name of a `jax.named_scope`: runs of the loops directly
+        in it. Name of a kernel of podrl.engine.page_attention: pages that the kernel reads. GROUPED: largest number of
+        its matrices that this kernel reads.
       slices: number of slices in which the devices named in the text lie, equal parts in their order. The text of the
         TPU compiler has the devices of one slice; its messages to other slices are found without this number.
     """

@@ -283,7 +283,7 @@ class LeaseServer(Leases):
         self._ending = ending
         self._members: dict[int, int] = {}  # by host in the job: the step that it has reached
         self._entered: dict[int, int] = {}  # by host: the step at which it joined
-        # By step: makes the answer to a host that joins at that step.
+        # By step: the function that makes the answer to a host that joins at this step.
         self._starts: dict[int, Callable[[], dict[str, Any]]] = {}
         self._change = 0
         self._dropped = 0  # number of the last change that is no longer offered
