@@ -441,7 +441,7 @@ def _environment(args: argparse.Namespace) -> env.EnvironmentConfig:
 
 @contextlib.contextmanager
 def _env_client(config: env.EnvironmentConfig, tokenizer: Any) -> Iterator[Any]:
-    """Starts the environment of the completions, and yields the engine's client of it; None without an environment."""
+    """Starts the environment of the completions, and yields the client that the engine uses; None if there is none."""
     from podrl.data.dialogue import Dialogue
     from podrl.environments.workers import Episodes
     from podrl.learner.run_environments import check

@@ -36,7 +36,7 @@ class CurriculumConfig:
         others.
       hard_share: share of the prompts that is drawn from the hard prompts; None gives hard prompts their turn among all
         others.
-      retire_after: number of successful visits in a row after which a prompt does not come again; 0 never retires a
+      retire_after: number of successful visits in a row after which a prompt is not drawn again; 0 never retires a
         prompt.
       retire_rate: least share of a visit's samples that must pass for the visit to be successful.
       postpone_after: number of visits in a row without a passing sample after which a prompt rests; 0 never postpones a
@@ -148,8 +148,8 @@ class PassRateTable:
 
     def pools(self, step: int, config: CurriculumConfig) -> Int[np.ndarray, " N"]:
         """Computes the pool of each record for the batch of a step; NORMAL for a record without a visit."""
-        # A record that fits two pools belongs to the one of the larger number. This runs for every batch: the maximum
-        # of a few int8 arrays is many times faster than setting values through masks.
+        # A record that fits two pools belongs to the pool with the larger number. This runs for every batch: taking the
+        # maximum of a few int8 arrays is many times faster than setting values through masks.
         pool_N = (self.rate_N >= np.float32(config.easy_rate)).view(np.int8) * np.int8(EASY)
         np.maximum(pool_N, (self.rate_N <= np.float32(config.hard_rate)).view(np.int8) * np.int8(HARD), out=pool_N)
         if config.postpone_after:

@@ -84,7 +84,7 @@ def rollout_model(job: Job, model: ModelConfig) -> ModelConfig:
 
 
 def rollout_dtype(job: Job) -> jnp.dtype:
-    """Returns the type of the weights on the rollout mesh, in which they also move there."""
+    """Returns the type of the weights on the rollout mesh; the weights also move there in this type."""
     return jnp.dtype(job.rollout.data_type or job.trainer.dtype)
 
 

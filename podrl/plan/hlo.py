@@ -149,7 +149,7 @@ def cost_of(
       named: numbers that replace numbers in the text, by name. Name of a `jax.named_scope`: runs of the loops directly
         in it. Name of a kernel of podrl.engine.page_attention: pages that the kernel reads. GROUPED: largest number of
         its matrices that this kernel reads.
-      slices: number of slices in which the devices named in the text lie, equal parts in their order. The text of the
+      slices: number of slices over which the devices in the text are spread, in order and equally. The text of the
         TPU compiler has the devices of one slice; its messages to other slices are found without this number.
     """
     return _Reader(text, trips, named, slices).cost()

@@ -76,7 +76,7 @@ class Spans:
                 heapq.heappop(self._calls)
 
     def _collect_calls(self) -> list[Span]:
-        """Returns the calls since the last time, by start; `left_out` in one of them counts shorter calls left out."""
+        """Returns the calls since the last collection, by start; `left_out` of one counts shorter calls left out."""
         with self._lock:
             calls, count = [span for *_, span in self._calls], self._call_count
             self._calls, self._call_count = [], 0

@@ -74,7 +74,7 @@ class LocalPod:
         self._children: dict[int, subprocess.Popen] = {}
         self._threads: list[threading.Thread] = []
         self._restarts = restarts  # restarts that are left
-        self._stopping = 0  # number of the signal that asked for the end; 0 if there was none
+        self._stopping = 0  # number of the signal that asked this job to end; 0 if there was none
 
     def run(self) -> int:
         """Starts all processes, waits for them, and returns 0 or the exit code of the first that failed."""

@@ -1,6 +1,6 @@
 """Names of models and data sets of the Hugging Face hub: pins them, and copies the files to this host.
 
-The name of a model is 'ORG/NAME' or 'ORG/NAME@REVISION', that of a data set 'hf:ORG/NAME[@REVISION][:CONFIG]:SPLIT'.
+A model's name is 'ORG/NAME' or 'ORG/NAME@REVISION'; a data set's name is 'hf:ORG/NAME[@REVISION][:CONFIG]:SPLIT'.
 Files are downloaded to the hub's own cache (HF_HOME), once for all processes of a host; cached files are used when the
 hub cannot be reached. `local` also knows the names of the models that come with podrl.
 """
