@@ -37,7 +37,7 @@ TurnRecord = Mapping[str, Any]
 # 'width' and 'bytes', which are routes.
 PackedTokens = Mapping[str, Any]
 
-# A JSON object without a narrower name: the head of a frame between processes, a body of HTTP, a file such as
+# A JSON object without a narrower name: the head of a frame between processes, an HTTP body, a file such as
 # config.json. The function that builds or reads it says which keys it has.
 JsonObject = Mapping[str, Any]
 

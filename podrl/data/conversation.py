@@ -366,8 +366,8 @@ class _Writing:
             head, _, tail = text.partition(self._word)
             if head + tail == self.whole and len(head) >= start:
                 return len(head) - start
-        # A turn with calls ends at a special token. Of the tokens before which the text is the turn with one stretch cut
-        # out, it is the one that keeps most of the turn's end; without any, the first token after the last call.
+        # A turn with calls ends at a special token. Of the tokens before which the text is the turn without one stretch,
+        # it is the token that keeps most of the turn's end; without any, the first token after the last call.
         called = [str(_function(call).get("name")) for call in message.get("tool_calls", ())]
         last = turn_text[max(0, *(turn_text.rfind(name) for name in called[-1:])) :] if called else turn_text
         places = [place for place, _ in self._tokenizer.special_spans(whole[: len(turn_text) + _MOST])]
