@@ -34,7 +34,7 @@ class Failure(Exception):  # noqa: N818 - a lost sample, not an error of this pr
         """Keeps the arguments.
 
         Args:
-          kind: 'environment' if a thing that the agent acts on, such as a sandbox, failed; 'grading' if no reward can be
+          kind: 'environment' if a thing that the agent acts on failed, such as a sandbox; 'grading' if no reward can be
             computed; 'infrastructure' if a machine or a service failed; else 'agent'.
           why: explanation.
         """

@@ -366,7 +366,7 @@ class _Writing:
             head, _, tail = text.partition(self._word)
             if head + tail == self.whole and len(head) >= start:
                 return len(head) - start
-        # A turn with calls ends at a special token. Of the tokens before which the text is the turn without one stretch,
+        # A turn with calls ends at a special token. Of the tokens before which the text is the turn without a stretch,
         # it is the token that keeps most of the turn's end; without any, the first token after the last call.
         called = [str(_function(call).get("name")) for call in message.get("tool_calls", ())]
         last = turn_text[max(0, *(turn_text.rfind(name) for name in called[-1:])) :] if called else turn_text
