@@ -181,7 +181,7 @@ def _sets(text: str) -> dict[str, str]:
     for part in text.split(","):
         name, equals, path = part.partition("=")
         if not equals or not path or not name.isidentifier() or name in sets:
-            raise ValueError(f"--sets={text}: {part!r} must be NAME=FILE, with another name, of letters, per set.")
+            raise ValueError(f"--sets={text}: {part!r} must be NAME=FILE, where every NAME is a different word.")
         sets[name] = path
     return sets
 
