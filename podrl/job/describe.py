@@ -224,7 +224,9 @@ def data_lines(job: Job) -> list[str]:
             f"\nSome records have no answer, so functions get None: {place}." for place, _ in opened.unanswered
         )
     for name in sorted(hidden):
-        about += f"\nFunctions do not get the records' own {name!r}: podrl reads questions and answers elsewhere."
+        about += (
+            f"\nThe records' own field {name!r} is not given to functions: podrl reads questions and answers elsewhere."
+        )
     if why := unmeasured(job, data) if job.eval.problems else "eval.problems=0":
         about += f"\nNo accuracies: {why}."
     elif opened.unanswered:
