@@ -590,8 +590,8 @@ def _with_sources(values: ConfigValues, section: str) -> ConfigValues:
     settings = values.get(section, {})
     if own and section != "grpo":
         raise ValueError(
-            f"data.sources: {', '.join(own)} has settings 'grpo', which algorithm={section!r} does not read: leave "
-            "them out, or choose algorithm=grpo."
+            f"data.sources: {', '.join(own)} has settings 'grpo', and algorithm={section!r} does not read them: "
+            "leave them out, or choose algorithm=grpo."
         )
     if settings.get("sources"):
         raise ValueError(

@@ -312,8 +312,8 @@ def _route_lines(job: Job) -> list[str]:
         return []
     total = size * job.samples_per_step * job.longest / 2**20
     return [
-        f"Router replay (rollout.router_replay): the trainer sends each token to the experts that the sampler chose: "
-        f"{size} bytes a token, at most {total:,.1f} MiB in a step's batch."
+        f"Router replay (rollout.router_replay): {size} bytes a token, at most {total:,.1f} MiB in a step's batch, so "
+        "that the trainer sends each token to the experts that the sampler chose."
     ]
 
 
