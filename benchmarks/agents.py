@@ -66,9 +66,10 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
     Returns:
       prefilled_say, prefilled_chat and prefilled_program (tokens that prefill computed for --prompts groups of --group
       samples whose first request is `model.say()`, the same request by `model.chat`, and the same by HTTP),
-      prompt_tokens (of the longest of their prompts), chat_of_say, program_of_say (quotients), episodes,
-      episodes_seconds, answers (of the slow episodes), spills (stores of the slow episodes moved to the host),
-      memory_mb and memory_mb_before (peak of this process, with the slow episodes and before).
+      prompt_tokens (of the longest of their prompts), chat_of_say and program_of_say (prefilled_chat and
+      prefilled_program over prefilled_say), episodes, episodes_seconds, answers (of the slow episodes), spills (stores
+      of the slow episodes moved to the host), memory_mb and memory_mb_before (peak memory of this process with the slow
+      episodes, and before them).
     """
     parser = argparse.ArgumentParser(prog="python -m benchmarks agents", description=__doc__)
     parser.add_argument("--prompts", type=int, default=4)
@@ -115,7 +116,7 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
 
 
 def _episodes(environment: dict[str, Any]) -> Any:
-    """Starts the processes in which episodes run, until the end of the context."""
+    """Starts the processes in which episodes run; they end with the context."""
     from podrl.environments.config import EnvironmentConfig
     from podrl.environments.workers import Episodes
     from podrl.workers.user_code import Limits

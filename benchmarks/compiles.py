@@ -16,7 +16,7 @@ _HOSTS = {2: ("2x2", "2x4"), 3: ("2x2x1", "2x2x2")}
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A job whose programs are compiled; meshes leave a size open, as tpu7x has two devices to a chip.
+    """A job whose programs are compiled; meshes leave a size open, because a chip of tpu7x has two devices.
 
     Attributes:
       config: the configuration, as after --config.
@@ -109,9 +109,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks compiles", description=__doc__)
     parser.add_argument("--chips", nargs="+", default=CHIPS, choices=CHIPS)
     parser.add_argument("--cases", nargs="+", default=tuple(CASES), choices=tuple(CASES), metavar="CASE")
-    parser.add_argument("--programs", nargs="+", default=(), help="only those whose names begin so", metavar="NAME")
+    parser.add_argument("--programs", nargs="+", default=(), help="beginnings of the programs' names", metavar="NAME")
     parser.add_argument("--effort", default="least", choices=("least", "full"), help="effort of the compiler")
-    parser.add_argument("--results", default="", help="a file of JSON lines: what it has is not compiled again")
+    parser.add_argument("--results", default="", help="a file of JSON lines; its programs are not compiled again")
     parser.add_argument("--table", default="", help="write a Markdown table of the results to this file")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
@@ -122,8 +122,8 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
 
     Returns:
       With --json 'programs', which has for each compiled program: case, program, topology, peak_bytes and hbm_bytes of
-      a chip (the second is what a program may use), fits, moved_bytes (of HBM, read and written), sent_bytes and
-      collectives (by kind) of one execution, and seconds and processor time of compiling. Else a line per program.
+      a chip (the bytes that the program uses and may use), fits, moved_bytes (of HBM, read and written), sent_bytes and
+      collectives (by kind) of one execution, and seconds and processor time of compiling. Without it a line a program.
 
     Raises:
       ValueError: libtpu is not installed.
@@ -190,7 +190,7 @@ def setting_of(name: str, chip: str) -> Any:
 
 
 def _compiled(name: str, chip: str, args: argparse.Namespace, done: set[tuple[str, str, str]]) -> Iterator[Any]:
-    """Yields the results of a case for a chip, without those that are done."""
+    """Yields the results of a case for a chip, except the results that are `done`."""
     from podrl.plan import programs, training
     from podrl.plan.answers import answer_programs
     from podrl.plan.compile import measure

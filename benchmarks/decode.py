@@ -34,22 +34,22 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
     The count walks the compiled program: every operation reads its operands that lie in HBM (slices and gathers only
     the part that they take), and a loop counts as often as it runs. The number of runs of the loops over reads follows
     from the list of reads, which the engine's own code writes for lanes that all hold a whole prompt and the given
-    number of sampled tokens. The pages that a kernel reads are counted from that list, too: it copies the page of a
-    read once.
+    number of sampled tokens. The pages that a kernel reads are counted from this list, too: the kernel copies the page
+    of each read once.
 
     Returns:
-      kernel (whether attention is one),
+      kernel (True if attention is a kernel),
       peak_bytes and prefill_peak_bytes (of one chip), hbm_bytes (that a program may use), fits, compile_seconds,
       weight_bytes (of one chip, without tables of which a token reads one row; experts count as if each had a token),
       state_bytes (of the lanes' linear attention on one chip), and for every number of sampled tokens kv_bytes (live
       keys and values of one chip, prompts counted once per group), read_bytes (per step), ratio (read_bytes over
       weights, states and live keys and values),
       least_ms (of a step: bytes read and written, over the chip's bandwidth), sent_bytes (by a chip over links in a
-      step), sent_least_ms (the same over the bandwidth of all its links) and collectives (count and bytes sent in a
-      step by kind; what runs once a dispatch counts as the fraction that falls to a step). Nothing is measured.
+      step), sent_least_ms (sent_bytes over the bandwidth of all its links) and collectives (count and bytes sent in a
+      step by kind; a collective that runs once a dispatch counts as a fraction in each step). Nothing is measured.
 
     Raises:
-      ValueError: an unknown size or topology, or a mesh that does not fit it.
+      ValueError: the size or the topology is unknown, or the mesh does not fit the topology.
     """
     from podrl.plan import chips
 

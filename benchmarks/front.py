@@ -104,7 +104,7 @@ async def _cpu_ms(most: int, requests: int, body: bytes, answer: Answer, *, clos
 
 
 class _Client:
-    """A client of HTTP that sends one request many times; it is written out, so that it takes little time itself."""
+    """An HTTP client that sends one request many times; without a library, so that it takes little time itself."""
 
     def __init__(self, address: str, key: str, body: bytes, *, closing: bool) -> None:
         self._host, _, self._port = address.partition(":")
@@ -182,7 +182,7 @@ def _text(rng: random.Random) -> str:
 
 
 def _answer(turns: int, tokens: int) -> Answer:
-    """Makes an answer that calls a tool; the prompt has about as many tokens as that of `_request`."""
+    """Makes an answer that calls a tool; its prompt has about as many tokens as the one of `_request`."""
     rng = random.Random(0)
     prompt = [rng.randrange(150_000) for _ in range(1500 * turns)]
     sampled, logprobs = prompt[:tokens], [-rng.random() for _ in range(tokens)]

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-# Millions of parameters, about: layers, width, width of the feed-forward, heads, vocabulary.
+# By millions of parameters, about: (layers, width, width of the feed-forward, heads, vocabulary).
 _MODELS = {
     0.5: (3, 128, 256, 4, 384),
     2: (4, 192, 576, 6, 1024),
@@ -50,7 +50,7 @@ def _flops(figures: Mapping[str, Any]) -> float:
 
 
 def _decoded(figures: Mapping[str, Any]) -> float:
-    """Counts operations of a generation: 2 for each float32 weight and sampled token, and those of attention.
+    """Counts operations of a generation: 2 for each float32 weight and sampled token, plus those of attention.
 
     With two query heads for each key head, a query takes one operation for each byte of a live token's keys and values.
     """
@@ -134,12 +134,12 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
 
     Returns:
       For each series its points, (size, cost, work), and the exponents of cost and of work over the larger half of its
-      sizes: costs of small sizes are mostly fixed. With --records: records, and cpu_seconds of opening them.
+      sizes, because costs of small sizes are mostly fixed. With --records: records, and cpu_seconds of opening them.
     """
     parser = argparse.ArgumentParser(prog="python -m benchmarks growth", description=__doc__)
     parser.add_argument("--series", nargs="+", default=tuple(SERIES), choices=tuple(SERIES), metavar="NAME")
-    parser.add_argument("--results", default="", help="a file of JSON lines: what it has is not measured again")
-    parser.add_argument("--records", type=int, default=0, help="measure only the start of a job with so many records")
+    parser.add_argument("--results", default="", help="a file of JSON lines; its points are not measured again")
+    parser.add_argument("--records", type=int, default=0, help="measure only the start of a job with this many records")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args(argv)
     if args.records:

@@ -14,7 +14,7 @@ import numpy as np
 
 from benchmarks.model import add_options, fake_devices, model_of, number_range
 
-# Figures of a step, and for each the metric of the run whose median it is.
+# Figures of a step; each is the median of a metric of the run.
 _KEPT = {
     "rollout_s": "time/rollout",
     "decode_s": "time/decode",
@@ -58,7 +58,7 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
       tokens_per_s_per_device, sampler_abs_diff, mfu and memory_peak (docs/metrics.md).
 
     Raises:
-      ValueError: the job failed; its last lines.
+      ValueError: the job failed; the message is its last lines.
     """
     args = _parser().parse_args(argv)
     with tempfile.TemporaryDirectory() as scratch:
@@ -73,7 +73,7 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
 
 
 def plan(argv: Sequence[str], topology: str) -> list[str]:
-    """Lists the words after `python -m` with which podrl.plan predicts the steps of `run` on a topology of TPUs."""
+    """Lists the arguments after `python -m` of the plan that predicts the steps of `run` on a topology of TPUs."""
     args = _parser().parse_args(argv)
     settings = {"model.path": "", "model.size": args.size, "rollout.max_prompt_length": 256, **_settings(args)}
     return ["podrl.plan", "--quick", "--json", f"--trainer={topology}", *_options(settings)]

@@ -38,8 +38,8 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
 
     Returns:
       FORM_error for each form: the largest absolute difference of its outputs and gradients from the definition in
-      float32, over the largest absolute value. reference_error is the error of the definition itself in `--dtype`,
-      which rounding costs every form.
+      float32, over the largest absolute value. reference_error is the error of the definition itself in `--dtype`: the
+      rounding error that every form has.
     """
     args = _parser().parse_args(argv)
     fake_devices(args.devices)

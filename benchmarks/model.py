@@ -31,7 +31,7 @@ def model_of(args: argparse.Namespace) -> Any:
     """Builds the ModelConfig that the options describe: a published size, or one like Gemma 2.
 
     Raises:
-      ValueError: an unknown size; experts of a published size; or experts that cannot be of equal width.
+      ValueError: the size is unknown, --experts is given with a published size, or experts cannot be equally wide.
     """
     if args.experts and args.size:
         raise ValueError(f"--size={args.size} has its own number of experts: leave out --experts or --size.")
@@ -71,7 +71,7 @@ def _like_gemma2(args: argparse.Namespace) -> Any:
 
 
 def count_and_chosen(text: str) -> tuple[int, int]:
-    """Parses 'COUNT:CHOSEN', the number of experts and of those that compute a token."""
+    """Parses 'COUNT:CHOSEN': (number of experts, number of experts that compute a token)."""
     count, _, chosen = text.partition(":")
     return int(count), int(chosen)
 

@@ -20,7 +20,7 @@ from benchmarks import chip_table, grpo
 
 _SIZES = ("qwen3-0.6b", "gemma3-1b")
 _TINY = ["--layers=2", "--dim=32", "--ffn=32", "--heads=2", "--kv_heads=1", "--head_dim=128", "--vocab=640"]
-# With at least so many bytes of device memory, all parameters of a model are trained, with fewer only adapters.
+# With at least this many bytes of device memory all parameters of a model are trained, with fewer only adapters.
 _ROOMY = 40 << 30
 _LEAST_S = 20.0  # seconds; a part is not begun with less time left
 
@@ -110,8 +110,8 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
     parser.add_argument(
         "--minutes", type=float, default=25, help="minutes after which the command ends; call it again for more"
     )
-    parser.add_argument("--out", required=True, metavar="DIR", help="results; those that are there are not made again")
-    parser.add_argument("--parts", default="", help="only parts whose names begin with one of these, after commas")
+    parser.add_argument("--out", required=True, metavar="DIR", help="results; parts with a result are not run again")
+    parser.add_argument("--parts", default="", help="only parts whose names begin with one of these (A,B,...)")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, to try the command itself")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args(argv)

@@ -1,4 +1,4 @@
-"""Divides the time of a compiled program's operations by their kind, from a trace of jax's profiler."""
+"""Adds up the time of a compiled program's operations by their kind, from a trace of jax's profiler."""
 
 import glob
 import os

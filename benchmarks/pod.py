@@ -39,12 +39,12 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
 
     Returns:
       trainers, rollouts, samples (of a step); leader_cpu_ms (processor time of the leader, all threads, per step),
-      messages and megabytes (that the leader sent and received per step), step_ms, added_ms (what a step takes beyond
-      the sleeps of one sampling and one update: all hosts share the cores of this machine), others_cpu_ms (what all
-      the simulated hosts computed per step), start_s (until all hosts had joined).
+      messages and megabytes (that the leader sent and received per step), step_ms, added_ms (time of a step beyond the
+      sleeps of one sampling and one update; all hosts share the cores of this machine), others_cpu_ms (processor time
+      of all simulated hosts per step), start_s (seconds until all hosts had joined).
 
     Raises:
-      ValueError: no hosts.
+      ValueError: a number is below 1.
       RuntimeError: simulated hosts failed.
     """
     args = _parser().parse_args(argv)
@@ -101,7 +101,7 @@ def _hosts(args: argparse.Namespace) -> Hosts:
 def _others(args: argparse.Namespace, pod: Pod) -> Iterator[list[float]]:
     """Simulates all hosts but the leader while the context lasts.
 
-    After it, the list holds the processor seconds per step of each simulating process.
+    When the context has ended, the list holds the processor seconds per step of each simulating process.
     """
     members = [p for p in range(pod.seat.hosts.count) if p]
     command = [sys.executable, "-m", "benchmarks.pod"]
@@ -213,7 +213,7 @@ class Data:
 
 
 class Cluster:
-    """Stands for models and weights: none move."""
+    """Stands for models and weights; moves nothing."""
 
     class tokenizer:  # noqa: N801 - as of RLCluster
         pad_id = 0

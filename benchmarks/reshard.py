@@ -43,7 +43,7 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
       all); compiles_after_first; device_put_ms (cast on the source mesh, then jax.device_put); memcpy_gb_s
       (numpy.copyto of as many bytes as the source tree has, read plus written); memcpy_share (gb_s over memcpy_gb_s);
       speedup (device_put_ms over median_ms); cpu_ms and device_put_cpu_ms (processor time of this process for a move
-      and for a device_put, which other programs change less). With --local_processes, the figures of
+      and for a device_put, on which other programs have less effect). With --local_processes, the figures of
       `benchmarks.reshard_pod.run` instead.
     """
     args = _parser().parse_args(argv)

@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
       for a move and for the raw collective, which other programs do not change much).
 
     Raises:
-      ValueError: meshes that do not fill whole processes.
+      ValueError: the meshes do not fill whole processes.
       RuntimeError: a process failed; its output is in the message.
     """
     from podrl.mesh.build import parse_mesh
@@ -145,7 +145,7 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _raw(transport: Any, bucket_bytes: int) -> tuple[Any, int]:
-    """Prepares the bound: a function that sends a move's bytes by plain ppermute, and the number of those bytes.
+    """Prepares the bound of a move: (function that sends the move's bytes by plain ppermute, number of these bytes).
 
     The bytes go in arrays of a bucket's size: one array for all is slower, because it fits into no cache.
     """

@@ -34,7 +34,7 @@ def make_parser(
     parser.add_argument("--prompt_len", type=number_range, default=(16, 62), metavar="LOW:HIGH")
     parser.add_argument("--max_new", type=int, default=256)
     parser.add_argument(
-        "--forced_len", type=int, default=0, help="most tokens of a sample, where lower than max_new (same lengths)"
+        "--forced_len", type=int, default=0, help="most tokens of every sample, if below --max_new; 0: --max_new"
     )
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--temperature", type=float, default=1.0)
@@ -76,7 +76,7 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
 
 
 class Bench:
-    """A rollout job with the given options, whose batch can be generated again and again.
+    """A rollout job with the command's options, whose batch can be generated again and again.
 
     Attributes:
       model: ModelConfig of the model that generates.
@@ -91,7 +91,7 @@ class Bench:
 
         Args:
           args: the options of `make_parser`.
-          response: most sampled and appended tokens of a sample, where that is more than `max_new`.
+          response: most sampled and appended tokens of a sample, if they are more than `max_new`.
           end_ids: tokens that end a sample.
         """
         import jax

@@ -14,7 +14,7 @@ _LEAST_EFFORT = {"xla_backend_optimization_level": 0}
 def count(args: argparse.Namespace) -> dict[str, Any]:
     """Compiles one update on the mesh `--src`, and on the mesh with its `fsdp` divided by `--seq`; runs neither.
 
-    Bytes of HBM and collectives are read off the compiled text of one chip, with all samples of the greatest length.
+    Bytes of HBM and collectives are counted from the compiled text of one chip; all samples have the greatest length.
 
     Returns:
       counted_hbm_bytes, counted_sent_bytes (over links), counted_collectives (by kind: executions and bytes sent) and
@@ -22,7 +22,7 @@ def count(args: argparse.Namespace) -> dict[str, Any]:
       and peak_ratio (with `seq` over without); mesh and seq_mesh.
 
     Raises:
-      ValueError: a `--seq` that does not divide the mesh's fsdp, or a topology of another size.
+      ValueError: `--seq` does not divide the mesh's fsdp, or the topology has another size than the mesh.
     """
     from podrl.mesh.build import AXES, parse_mesh
     from podrl.plan import chips

@@ -83,7 +83,7 @@ class _Update:
 
 
 def make_update(args: argparse.Namespace) -> _Update:
-    """Compiles nothing yet: builds the programs, a random state and the batches of an update."""
+    """Builds the programs, a random state and the batches of an update; compiles nothing yet."""
     import jax
 
     from podrl.algorithms.policy_loss import KLLossSettings, PolicyLoss

@@ -15,9 +15,9 @@ MEAN, SIGMA = 5.0, 0.9  # mean and standard deviation of the logarithm of a samp
 
 
 def measure(bench: Any, args: argparse.Namespace) -> dict[str, Any]:
-    """Generates batch after batch with samples whose lengths are drawn before, in windows and whole.
+    """Generates batch after batch, in windows and as whole batches; the lengths of samples are drawn in advance.
 
-    Lengths are log-normal, up to --max_new; every window decodes what a training step with that staleness asks for.
+    Lengths are log-normal, up to --max_new; every window decodes what a training step with `staleness` needs.
 
     Args:
       bench: a benchmarks.rollout.Bench whose samples end by their lengths alone.
@@ -154,7 +154,7 @@ def _engine(bench: Any, args: argparse.Namespace, lengths: Sequence[np.ndarray],
         def _make(self, session: Any) -> None:
             super()._make(session)
             for track, b in self.rows.items():
-                # The same expectation for all: the scheduler must not know before how long a sample becomes.
+                # The same expectation for all: the scheduler must not know in advance how long a sample becomes.
                 track.limit, track.expected = int(self._lengths_B[b]), 1.0
 
     def begin(step: int) -> Cut:
@@ -183,7 +183,8 @@ def _engine(bench: Any, args: argparse.Namespace, lengths: Sequence[np.ndarray],
 
 
 def _simulated(bench: Any, lengths: Sequence[np.ndarray], staleness: int) -> float:
-    """Simulates the decode steps of a training step if every free lane at once takes a sample of the oldest batch."""
+    """Simulates the decode steps of a training step in which every free lane takes a sample of the oldest batch at
+    once."""
     from podrl.rollout.clock import TokenClock
 
     clock, lanes = TokenClock(bench.worker.config, staleness=staleness), bench.worker.config.lanes

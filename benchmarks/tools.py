@@ -48,7 +48,7 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
     is prefilled apart: the excess of `of_context` over 1 is the cost of the calls.
 
     Returns:
-      of_plain (seconds with calls over those of plain samples and prefill), of_context, cpu_of_plain, cpu_of_context
+      of_plain (seconds with calls over seconds of plain samples and prefill), of_context, cpu_of_plain, cpu_of_context
       (the same quotients of CPU time: comparable where the machine is shared), seconds, plain_seconds, prefill_seconds
       (medians of runs that take turns), tokens, calls, given_tokens (of the tools' outputs), prefill_per_given (tokens
       that prefill computed for each of them), decode_steps, decode_steps_plain, lane_utilisation (sampled tokens over
@@ -108,7 +108,7 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
 def _stale(bench: rollout.Bench, args: Any) -> dict[str, Any]:
     """Plays training steps whose samples wait for slow calls, by turns in windows and with whole batches.
 
-    A step lasts as long as its window, or as the update beside it where that takes longer. A sample that is played in
+    A step lasts as long as its window, or as the update beside it if the update is longer. A sample that is played in
     windows ends one turn in each window except its last (`env.calls_per_window=1`).
 
     Returns:
@@ -201,7 +201,7 @@ def _asked(args: Any, calls: int, given: int) -> dict[str, Any]:
 
 
 def _playing(args: Any) -> Any:
-    """Starts processes in which `Calls` runs, until the end of the context."""
+    """Starts processes in which `Calls` runs; they end with the context."""
     from podrl.environments.config import EnvironmentConfig
     from podrl.environments.workers import Episodes
     from podrl.workers.user_code import Limits

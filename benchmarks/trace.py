@@ -1,4 +1,4 @@
-"""Measures what recording samples costs a run, in which every second step is traced: `python -m benchmarks trace`."""
+"""Measures the cost of recording samples, in a run that traces every second step: `python -m benchmarks trace`."""
 
 import argparse
 import os
@@ -34,7 +34,7 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
       span_bytes_per_step, and the steps compared.
 
     Raises:
-      ValueError: too few steps, or the run failed.
+      ValueError: there are too few steps, or the run failed.
     """
     args = _parser().parse_args(argv)
     if args.steps < _WARM + 2:

@@ -76,7 +76,7 @@ def median(work: Callable[[], Any], repeats: int) -> float:
 
 
 def median_cpu(work: Callable[[], Any], repeats: int) -> float:
-    """Measures median CPU seconds of this process for one call, after one that does not count."""
+    """Measures median CPU seconds of this process for one call, after a first call that does not count."""
 
     def once() -> float:
         before = time.process_time()

@@ -22,7 +22,7 @@ _WARM = 8  # steps that compile and fill the windows
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks waits", description=__doc__)
     parser.add_argument("run", help="directory of a run with topology=split, log.trace=all and its own meshes")
-    parser.add_argument("--speeds", default="", metavar="RUN", help="another run, whose seconds are taken")
+    parser.add_argument("--speeds", default="", metavar="RUN", help="another run, from which the seconds are taken")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 
@@ -40,7 +40,7 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
       in which the trainer waits for samples), rollout_idle (share in which the rollout waits for weights).
 
     Raises:
-      ValueError: no such run, or one of too few steps.
+      ValueError: there is no such run, or it has too few steps.
     """
     args = _parser().parse_args(argv)
     seen = _Seen(args.run)
@@ -80,12 +80,12 @@ class _Seen:
         """Reads a run directory.
 
         Raises:
-          ValueError: too few steps, a step without a trace, no times of prefill, or a mesh that is not written out.
+          ValueError: the run has too few steps, a step without a trace, no times of prefill, or a mesh of open size.
         """
         place = pathlib.Path(path)
         config = identity.read(place, place / "checkpoints")
         if config is None:
-            raise ValueError(f"{path} is not a run directory: it holds no config.json. Give what --workdir was.")
+            raise ValueError(f"{path} is not a run directory: it holds no config.json. Give its --workdir.")
         section = "ppo" if config["algorithm"] == "ppo" else "grpo"
         self.staleness: int = config[section]["max_staleness"]
         self._metrics: Mapping[int, Any] = {r["step"]: r for r in read_metrics(place) if "time/rollout" in r}

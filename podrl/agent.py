@@ -28,13 +28,13 @@ _OTHERS = ("ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY")  # the same endpoint; Anth
 
 
 class Failure(Exception):  # noqa: N818 - a lost sample, not an error of this program
-    """`solve` raises it where its own code is not to blame for the lost sample, which podrl counts by `kind`."""
+    """Raised by `solve` if a sample is lost through no mistake of its code; podrl counts the sample under `kind`."""
 
     def __init__(self, kind: str, why: str) -> None:
         """Keeps the arguments.
 
         Args:
-          kind: 'environment' if what the agent acts on failed, such as a sandbox; 'grading' if the reward cannot be
+          kind: 'environment' if a thing that the agent acts on failed, such as a sandbox; 'grading' if no reward can be
             computed; 'infrastructure' if a machine or a service failed; else 'agent'.
           why: explanation.
         """
@@ -97,6 +97,6 @@ def _fields(result: Any) -> dict[str, object]:
         return {}
     if isinstance(result, Mapping):
         if unknown := set(result) - {"reward", "metrics", "text"}:
-            raise Failure("grading", f"the result has {sorted(unknown)}, and may have reward, metrics and text")
+            raise Failure("grading", f"the result has {sorted(unknown)}, but may have only reward, metrics, text")
         return dict(result)
     return {"reward": float(result)}

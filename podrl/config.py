@@ -32,7 +32,7 @@ def plural(count: int, noun: str, nouns: str = "") -> str:
 
 
 def percent(share: float) -> str:
-    """Returns a share of 1 in percent, with as many digits as keep 0 % and 100 % for exactly none and all."""
+    """Writes a share (0 to 1) in percent, with enough digits that 0 % means exactly none and 100 % exactly all."""
     digits = 0
     while 0 < share < 1 and float(f"{100 * share:.{digits}f}") in (0, 100):
         digits += 1
@@ -129,7 +129,7 @@ class Elsewhere:
 
 
 class SavedByRun:
-    """Base of classes without methods that save a model, as those of transformers and TRL have: a run saves it."""
+    """Base of classes that lack the methods by which transformers and TRL save a model: a run of podrl saves it."""
 
     _way = (
         "RLTrainingConfig(checkpoint_root_directory=RUN) saves the run, and `python -m podrl.export --workdir=RUN "
@@ -412,7 +412,7 @@ def check_text(text: str, hint: object, key: str) -> bool:
 
     Raises:
       ValueError: the field takes only numbers, switches and named values, and the text is none of them. The
-        message is that of `check`.
+        message is the same as from `check`.
     """
     options = _options(hint)
     if type(None) in options and text.lower() == "none" and any(_range_of(option) is not None for option in options):

@@ -181,7 +181,7 @@ def _sets(text: str) -> dict[str, str]:
     for part in text.split(","):
         name, equals, path = part.partition("=")
         if not equals or not path or not name.isidentifier() or name in sets:
-            raise ValueError(f"--sets={text}: {part!r} must be NAME=FILE, with a name of letters of its own.")
+            raise ValueError(f"--sets={text}: {part!r} must be NAME=FILE, where every NAME is a different word.")
         sets[name] = path
     return sets
 
@@ -283,7 +283,7 @@ def fields_of_run(path: str) -> dict[str, str]:
     """Finds the names of the fields with question and answer in the records of a model's run.
 
     Args:
-      path: directory of a run or of a model; a model that podrl exported knows only the first name.
+      path: directory of a run or of a model; the directory of an exported model has only the question field's name.
 
     Returns:
       'question_field' and 'answer_field', as in `DataConfig`.

@@ -233,7 +233,7 @@ def load_run(workdir: Place, step: int | None = None) -> tuple[RunModel, int, Py
     elif frozen:
         if run.base is None:
             raise ValueError(
-                f"{workdir} began with random weights, and its checkpoint does not hold the frozen ones: they are lost."
+                f"{workdir} began with random weights, and its checkpoint lacks the frozen weights: they are lost."
             )
         _, base = hf_load.load(run.base, mesh, jnp.dtype(run.dtype))
         params = kind.join_trainable(params, parameters.split_trainable(base, run.config)[1])

@@ -441,7 +441,7 @@ def _environment(args: argparse.Namespace) -> env.EnvironmentConfig:
 
 @contextlib.contextmanager
 def _env_client(config: env.EnvironmentConfig, tokenizer: Any) -> Iterator[Any]:
-    """Starts the environment of the completions, and yields the engine's client of it; None without an environment."""
+    """Starts the environment of the completions, and yields the client that the engine uses; None if there is none."""
     from podrl.data.dialogue import Dialogue
     from podrl.environments.workers import Episodes
     from podrl.learner.run_environments import check
@@ -457,7 +457,7 @@ def _env_client(config: env.EnvironmentConfig, tokenizer: Any) -> Iterator[Any]:
 
 
 def _prompts(rows: Sequence[Sequence[int]], wanted: Sequence[int], records: sources.Records, tokenizer: Any) -> Any:
-    """Makes Prompts of some prompts; each keeps its number among all prompts, because its random key depends on it."""
+    """Makes Prompts of some prompts; they keep their numbers among all prompts, on which the random keys depend."""
     from podrl.data.tokenizer import right_padded
     from podrl.types import Prompts
 

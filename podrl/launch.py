@@ -4,12 +4,13 @@
     python -m podrl.launch --help_config [prefix]
 
 A config is looked up at its path, then in configs/. Exit codes: 0 done, 1 user error, 42 infrastructure (restart me),
-75 preempted after saving, or before there was anything to save (the same command resumes), 130 Ctrl-C before that.
+75 preempted after saving, or before there was anything to save (the same command resumes), 130 Ctrl-C before there was
+anything to save.
 """
 
 from podrl.runtime import signals
 
-if __name__ == "__main__":  # before the imports below, which take their time
+if __name__ == "__main__":  # before the imports below, which are slow
     signals.leave_on_signals(unwind=False)
 
 import dataclasses
@@ -237,7 +238,7 @@ def _find_cluster(argv: Sequence[str], *, joins: bool = False, planned: bool = F
     Args:
       argv: the command line, each argument as --name=value.
       joins: True if the process joins a running job.
-      planned: True if a dry run shows a pod of several processes, of which none is started.
+      planned: True if a dry run shows a pod of several processes, without starting them.
 
     Raises:
       ValueError: settings that cannot work in this cluster.
@@ -289,7 +290,7 @@ def _start_pod(argv: Sequence[str], path: str, config: ConfigDict, processes: in
 
 
 def _splits(argv: Sequence[str]) -> bool:
-    """Returns True if the command line asks for clusters that are apart."""
+    """Returns True if the command line asks for separate clusters of trainers and rollouts."""
     return _early(argv, "topology", "auto", prefix="--") == "split"
 
 
@@ -326,7 +327,7 @@ def _command_line(argv: Sequence[str]) -> str:
 
 
 def _unknown_flag(error: flags.UnrecognizedFlagError, values: ConfigValues) -> str:
-    """Writes the error for a flag that does not exist, with the keys of the configuration that end in its name."""
+    """Writes the error for an unknown flag, with the configuration's keys that end in the flag's name."""
     name, value = error.flagname.replace("-", "_"), error.flagvalue.partition("=")[2]
     places = elsewhere(name, values, "--config.")
     if places.count("--config.") == 1:

@@ -37,11 +37,11 @@ TurnRecord = Mapping[str, Any]
 # 'width' and 'bytes', which are routes.
 PackedTokens = Mapping[str, Any]
 
-# A JSON object without a narrower name: the head of a frame between processes, a body of HTTP, a file such as
+# A JSON object without a narrower name: the head of a frame between processes, an HTTP body, a file such as
 # config.json. The function that builds or reads it says which keys it has.
 JsonObject = Mapping[str, Any]
 
-# The JSON that a checkpoint holds of an object, beside arrays; the object's `state` and `restore` know the keys.
+# The JSON that a checkpoint holds for an object, besides arrays; the object's `state` and `restore` know the keys.
 SavedState = Mapping[str, Any]
 
 # A line of a journal in the run directory: podrl.environments.journal and podrl.rollout.journal give the keys.

@@ -1,4 +1,4 @@
-"""Memory of the host as a place for arrays of a mesh that its devices do not need all the time."""
+"""Keeps arrays of a mesh in the host's memory while the mesh's devices do not need them."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -69,7 +69,7 @@ def placed(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
 def on_devices(tree: Any) -> Any:
     """Copies the arrays of a tree that wait in the host's memory to their devices, each process its own parts.
 
-    Other arrays are shared. Of shapes with placements it returns the new placements.
+    Other arrays are shared. Shapes with placements in the host's memory get the placements on the devices.
     """
 
     def moved(x: Any) -> Any:
@@ -94,7 +94,7 @@ def apart(stacks: Sequence[Stack], *, indexed: bool) -> tuple[list[Stack], list[
 
     Args:
       stacks: the leaves of each kind of layer.
-      indexed: whether `fetched_layer` reads the leaves that wait in the host's memory. Compilers for TPUs cannot
+      indexed: True if `fetched_layer` reads the leaves that wait in the host's memory. Compilers for TPUs cannot
         reshape such leaves, as scans over repeated patterns of layers do.
     """
     waiting: list[Stack] = [{name: x for name, x in stack.items() if indexed and waits(x)} for stack in stacks]
@@ -174,12 +174,12 @@ def check(mesh: Mesh | None, key: str, instead: str) -> None:
     """Refuses devices that cannot reach the host's memory.
 
     Args:
-      mesh: devices that must reach it; None for the process's own.
-      key: setting that needs it, with its value.
+      mesh: devices that must reach the host's memory; None for the process's own.
+      key: setting that needs the host's memory, with its value.
       instead: end of the message that names the key to turn.
 
     Raises:
-      ValueError: the devices cannot.
+      ValueError: the devices cannot reach the host's memory.
     """
     device = mesh.devices.flat[0] if mesh is not None else jax.devices()[0]
     kinds = [memory.kind for memory in device.addressable_memories()]

@@ -3,7 +3,7 @@
     python -m podrl.replay RUN --step=N [--start=0] [--change=grpo.beta=0.1 ...] [--keep=DIR] [flags of podrl.launch]
 
 The replay starts from the run's newest checkpoint before N, or with --start=0 from its beginning, and repeats the steps
-in between. With rollout.clock='wall', the journal has the clock's decisions in the run. RUN is only read.
+in between. With rollout.clock='wall', the clock's decisions are read from the run's journal. RUN is only read.
 
 Without --change, the metrics of the step must equal the recorded ones bitwise, and so must the weights if the run has a
 checkpoint of N. With --change, the batch of the step is sampled as in the run, and trained on twice: with the run's

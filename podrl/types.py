@@ -265,7 +265,7 @@ class Layout:
         """Number of each token's sample within the row: 1, 2, ...; 0 on padding.
 
         The number is the token's segment id, unless samples have several segments. Loss terms over whole samples group
-        tokens by this number. On tokens that several samples share it means nothing; no loss counts these tokens.
+        tokens by this number. On tokens that several samples share the number means nothing; no loss counts them.
         """
         return self.segment_BT if self.sample_BT is None else self.sample_BT
 

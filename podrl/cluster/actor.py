@@ -131,9 +131,9 @@ class Actor:
         """Fixes the reference policy: the model `source`, else the base under LoRA, else a copy of the present weights.
 
         Args:
-          source: a Hugging Face directory; None for no model of its own. The model may have another architecture than
-            the actor; the caller ensures that its token ids mean the same tokens as the actor's.
-          ids: number of token ids of the actor's tokenizer, for all of which `source` must have embeddings.
+          source: a Hugging Face directory; None for a reference that is no separate model. The model may have another
+            architecture than the actor; the caller ensures that its token ids mean the same tokens as the actor's.
+          ids: number of token ids of the actor's tokenizer; `source` must have an embedding for each.
 
         Raises:
           ValueError: `source` has too few embeddings.

@@ -54,10 +54,10 @@ class ClusterConfig:
         share the actor's mesh. By default the critic and the teachers use the actor's mesh, the reward model the
         rollout's.
       training_config: steps, optimizer, batch sizes.
-      rollout_config: sampling and engine settings; a mapping gives training and evaluation settings of their own. One
-        engine samples for both, so they may differ in temperature, top_p, top_k, min_p and max_tokens_to_generate only,
-        which then also hold for `learner.train(eval_ds=...)`.
-      rollout_engine: the decoding engine, where `rollout_config.engine` names none of the user's: a name in
+      rollout_config: sampling and engine settings; a mapping gives settings for each Mode, training and evaluation. One
+        engine samples for both, so they may differ in temperature, top_p, top_k, min_p and max_tokens_to_generate only.
+        `learner.train(eval_ds=...)` then evaluates with the settings for evaluation.
+      rollout_engine: the decoding engine, unless `rollout_config.engine` names an engine of the user: a name in
         podrl.cluster.engines.ENGINES ('vanilla' and 'podrl' are names of podrl's engine), or a class with the methods
         of podrl.rollout.interface.RolloutEngine.
     """

@@ -232,7 +232,7 @@ class RLCluster(SavedByRun):
         """Moves the trainer's weights to the rollout mesh; under LoRA, calls after the first move only the adapters.
 
         Args:
-          version: number of these weights, recorded with every token that they sample; None for the optimizer's step.
+          version: number of the weights, recorded with every token sampled by them; None for the optimizer's step.
           in_place: True to reuse the buffers of the previous policy leaf by leaf, so that the rollout mesh never
             holds two policies; the training loop does this. Nothing is reused unless the previous call was in place,
             too. The previous policy becomes invalid, even if this call fails.
@@ -343,14 +343,14 @@ class RLCluster(SavedByRun):
     def buffer_metrics(self, metrics: Metrics, mode: Mode = Mode.TRAIN) -> None:
         """Adds values by name to the next step's record; several values of one name are averaged.
 
-        A pair (value, function) is reduced by its function of the list of all values instead.
+        The values of pairs (value, function) are not averaged: the function gets the list of them, and returns one.
         """
         self.metrics.add(metrics, prefix="" if mode is Mode.TRAIN else "eval/")
 
     buffer_metrics_async = buffer_metrics
 
     def with_external_metrics_logger(self, logger: MetricsLogger) -> "RLCluster":
-        """Makes every record be passed to `logger(step, metrics)`; returns the cluster."""
+        """Passes every record from now on to `logger(step, metrics)`; returns the cluster."""
         self.metrics.loggers.append(logger)
         return self
 

@@ -21,7 +21,7 @@ class Example(NamedTuple):
 
 
 def encode(parts: Sequence[TextPart], tokenizer: Tokenizer, limit: Limit) -> Example | TooLong:
-    """Encodes parts as one example, each part on its own after the part before it.
+    """Encodes parts as one example; each part is encoded on its own, as a continuation of the part before it.
 
     After a part that ends the model's turn it adds the tokenizer's `turn_end_id`.
 
@@ -83,8 +83,9 @@ def turns(
 def of_record(
     record: Record, names: Sequence[str], render: Renderer, tokenizer: Tokenizer, limit: Limit
 ) -> list[Example | TooLong]:
-    """Makes an example of each of a record's answers, after the record's prompt; an example ends with the model's last
-    turn.
+    """Makes one example of each answer in a record: the record's prompt, then the answer.
+
+    An example ends with the model's last turn.
 
     Args:
       record: record that has passed `check`.
@@ -148,7 +149,7 @@ def check(record: Record, names: Sequence[str], data: DataConfig) -> str:
 
 
 def lacks(record: Record, name: str, data: DataConfig) -> str:
-    """Describes a field that a record lacks, or whose value is no text, and how to name another field."""
+    """Says that a record lacks a field, or has no text in it, and how to name another field."""
     if record.get(name) is not None:
         return f"{name!r} is {str(record[name])[:80]!r} ({type(record[name]).__name__}), which is not text"
     keys = {data.question_field: "question_field", data.answer_field: "answer_field"}

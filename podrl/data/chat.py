@@ -13,8 +13,8 @@ from jinja2 import nodes
 
 from podrl.mappings import ChatMessage, ToolSchema
 
-# The limit of several quantities: characters that a template adds to the messages, turns of its loops over ranges, and
-# the size of a number or a text that it computes.
+# The limit of several quantities: characters that a template adds to the messages, iterations of its loops over ranges,
+# and the size of a number or a text that it computes.
 MOST = 1 << 20
 # Names of the template variables that hold the marks around a text inside {% generation %}.
 _MARKS = ("generation_opens_", "generation_closes_")
@@ -88,7 +88,7 @@ class ChatTemplate:
 
 
 class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """A Jinja sandbox that also limits the turns of loops over ranges, and the size of sums, products and powers."""
+    """A Jinja sandbox that also limits iterations of loops over ranges, and the size of sums, products and powers."""
 
     intercepted_binops = frozenset({"+", "*", "**"})
 

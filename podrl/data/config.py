@@ -32,7 +32,7 @@ def is_generated(path: str) -> bool:
 @section("data.sources")
 @dataclasses.dataclass(frozen=True)
 class SourceConfig:
-    """Settings of one source of a mixture; for settings that a source lacks, the section `data` counts.
+    """Settings of one source of a mixture; a setting that a source lacks is taken from the section `data`.
 
     Attributes:
       path: an embedded task, a dataset of reasoning-gym or a file of records, as data.path takes it.
@@ -126,8 +126,8 @@ class DataConfig:
       eval_path: file of held-out records; '' holds out a part of `path`.
       eval_fraction: share of the questions of `path` that is held out if `eval_path` is ''. An embedded task and a
         dataset of reasoning-gym always hold out a tenth of their questions.
-      question_field: name of the record's field with the question. A record may ask in the field 'prompt' or
-        'messages' instead (docs/data.md).
+      question_field: name of the record's field with the question. A record may have its question in the field 'prompt'
+        or 'messages' instead (docs/data.md).
       answer_field: name of the record's field with the answer, which only some rewards need. The answer of a GSM8K
         solution is the text after '####'.
       system_prompt: instructions before the question; '' for none. 'auto' means none, unless a reward function

@@ -146,12 +146,13 @@ class _Writing:
         """Finds a form of the messages that the template writes in full.
 
         Raises:
-          ValueError: there is no such form; says what is wrong with the messages as they were passed.
+          ValueError: there is no such form; the message says what is wrong with the messages as they were passed.
         """
         self._tokenizer = tokenizer
         self.write = functools.partial(tokenizer.apply_chat_template, tools=tools)
         key = _json((messages, tools or tokenizer.tools))
-        # A word that does not occur in any message. In a rendering it stands only where the template wrote its field.
+        # A word that does not occur in any message. It is put into a field of a message: in the rendering it then
+        # stands only where the template wrote this field.
         self._word = next(word for n in range(len(key)) if (word := f"zq{n}x") not in key)
         fault: ValueError | None = None
         for self.messages in _forms([_normalized(message) for message in messages]):
@@ -174,7 +175,7 @@ class _Writing:
                 )
 
     def fault(self, i: int, why: str) -> ValueError:
-        """Makes the error about message `i`, which the template does not write as it must; `why` says how."""
+        """Makes the error about message `i`; `why` says what the template does wrong with it."""
         return ValueError(
             f"messages[{i}] ({self.messages[i]['role']}): the chat template of {self._tokenizer.directory} {why}. The "
             f"message is {_json(self.messages[i])[:200]}. Change the message, or give the model a chat_template.jinja "
@@ -229,7 +230,8 @@ class _Writing:
     def _check_alone(self, i: int, span: "_Span") -> None:
         """Raises ValueError if the span of the turn at index i reaches into the words of a message beside it.
 
-        To find where the words of a neighbouring message begin or end in the text, one character of them is changed.
+        To find where the words of a neighbouring message begin or end in the text, their first or last character is
+        changed and the conversation is rendered again.
         """
         for k in (i - 1, i + 1):
             words = self.messages[k].get("content") if 0 <= k < len(self.messages) else None
@@ -364,8 +366,8 @@ class _Writing:
             head, _, tail = text.partition(self._word)
             if head + tail == self.whole and len(head) >= start:
                 return len(head) - start
-        # A turn with calls ends at a special token. This is the token before which the text agrees with most of the
-        # turn's end; if there is none, it is the first special token after the turn's last call.
+        # A turn with calls ends at a special token. Of the tokens before which the text is the turn without a stretch,
+        # it is the token that keeps most of the turn's end; without any, the first token after the last call.
         called = [str(_function(call).get("name")) for call in message.get("tool_calls", ())]
         last = turn_text[max(0, *(turn_text.rfind(name) for name in called[-1:])) :] if called else turn_text
         places = [place for place, _ in self._tokenizer.special_spans(whole[: len(turn_text) + _MOST])]
@@ -383,7 +385,7 @@ class _Writing:
     def _ending(self) -> tuple[str | None, str]:
         """The text that the template writes after the words of a last turn: (end mark, text after the mark).
 
-        The mark is the special token that ends the turn, or the last one of adjacent tokens that end it. It is '' if
+        The end mark is the special token that ends the turn; of adjacent special tokens, it is the last. It is '' if
         the template writes no mark, and None if the template refuses a conversation of a question and an answer.
         """
         messages = [_QUESTION, {"role": "assistant", "content": self._word}]
@@ -536,9 +538,9 @@ def prompt(
     """Renders a record as the text that the model continues.
 
     Args:
-      record: record that asks. The chat template renders its `messages`, or a `prompt` that is a list, with the
-        schemas in its field `tools` if the job has no tools. A `prompt` of text is used as it is. A question is
-        wrapped by `template.wrap`.
+      record: record with a question. The chat template renders its `messages`, or a `prompt` that is a list, with the
+        schemas in its field `tools` if the job has no tools. A `prompt` of text is used as it is. A question in a field
+        of its own is wrapped by `template.wrap`.
       tokenizer: the model's tokenizer, whose chat template is used.
       system: instructions before a question; '' for none.
       form: form of a wrapped question: 'chat' for a turn of the chat template, 'plain' for plain text.

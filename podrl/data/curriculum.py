@@ -22,7 +22,7 @@ class ChosenStream(Stream[Item], Generic[Item]):
     """A stream that leaves records out, and draws others more often, as a curriculum says.
 
     The stream walks every source in an order of its own, which is new in every epoch, and skips the records of closed
-    pools. From a pool with a share it draws records beside the walk; the record that was visited longest ago comes
+    pools. From a pool with a share it draws records in addition to the walk; the record visited longest ago comes
     first. Sources keep their weights. The records of a batch are a function of the stream's position and of the
     curriculum's table.
     """
@@ -98,13 +98,13 @@ class ChosenStream(Stream[Item], Generic[Item]):
         return part, [None, *shares][wanted]
 
     def walk(self, part: int, is_taken: Callable[[int], bool], closed: int) -> tuple[int, Item] | None:
-        """Returns the next record of a source's walk that may be drawn, and its item; None if there is no such record.
+        """Returns (number, item) of the next record in a source's walk that may be drawn; None if there is none.
 
         Args:
           part: number of the source.
           is_taken: function that returns True for the number of a record that must be skipped.
           closed: number of the source's records that `is_taken` skips. If these and the records known to be too long
-            are all of the source, the result is None without a walk.
+            are all records of the source, the result is None without a walk.
 
         Raises:
           ValueError: MOST_IN_A_ROW records in a row are too long.
@@ -166,9 +166,9 @@ class ChosenStream(Stream[Item], Generic[Item]):
 class _Draw(Generic[Item]):
     """The choice of one batch's records.
 
-    It takes the step of every record's last visit (`last_N`; -1 before the first visit), every record's pool
-    (`pool_N`), the numbers of the records in batches whose results the curriculum's table lacks (`busy`), and the
-    number of records in the batch (`count`).
+    The constructor takes the step of every record's last visit (`last_N`; -1 before the first visit), every record's
+    pool (`pool_N`), the numbers of the records in batches whose results the curriculum's table lacks (`busy`), and
+    the number of records in the batch (`count`).
 
     Attributes:
       chosen: numbers of the records chosen so far.
@@ -179,7 +179,7 @@ class _Draw(Generic[Item]):
     ) -> None:
         self.stream, self._last_N, self._pool_N = stream, last_N, pool_N
         self._closed = stream.curriculum.config.closed
-        self._needed = len(busy) + count  # among so many records of a pool, at least one is not busy
+        self._needed = len(busy) + count  # of this many records of a pool, at least one is not busy
         self._busy = _ExcludedRecords(self, busy)  # records in batches whose results are not known, or in this batch
         self._mine = _ExcludedRecords(self, ())  # records in this batch
         self._queues: dict[tuple[int, int], _Queue] = {}

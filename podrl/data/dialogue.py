@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 
 from podrl.data.tokenizer import ORDINARY, Tokenizer
 
-# Stands for the model's words in renderings, to find the text that a template writes after them. It has a thought, so
-# that a template is noticed which removes thoughts from earlier turns.
+# Stands for the model's words in renderings, to find the text that a template writes after them. It contains a thought,
+# to notice a template that removes thoughts from earlier turns.
 _WORDS = "<think>\nfirst\n</think>\n\nthen"
 # Two characters of Unicode's private use area. They enclose a text in a rendering, so that it can be found again.
 _OPEN, _CLOSE = "\ue0f0", "\ue0f1"
@@ -55,7 +55,7 @@ class Dialogue:
         return tokens[1:]
 
     def stops(self, strings: Sequence[str]) -> tuple[tuple[str, ...], Mapping[int, str]]:
-        """Sorts stop strings: (strings that are text, strings that are one special token by the token's id).
+        """Splits stop strings into (strings that are text, {token id: string that is this one special token}).
 
         Raises:
           ValueError: a string holds a special token and other text: decoded text has no special tokens, so it never
@@ -100,7 +100,7 @@ class Dialogue:
                     "the tag to the tokenizer as a token that is not special."
                 )
 
-    @functools.lru_cache  # noqa: B019 - one per tokenizer, of two roles
+    @functools.lru_cache  # noqa: B019 - there is one Dialogue per tokenizer, with two entries: user and tool
     def _role(self, role: str) -> str:
         """Returns the role with which the template writes a turn; 'user' for a tool if the template has no such role.
 
@@ -120,7 +120,7 @@ class Dialogue:
             return self._role("user")
         if role == "tool" and "more" not in once.rpartition(_WORDS)[2]:  # the template leaves the tool's turn out
             return self._role("user")
-        # The two renderings may differ in the white space between turns, as those of Hermes' template do. This does no
+        # The two renderings may differ in the white space between turns, as with Hermes' template. This does no
         # harm, because a sample keeps the tokens that it has. A prompt may end with the opening of a thought, which the
         # model's words continue.
         packed, words = _packed(once), _packed(_WORDS)

@@ -119,7 +119,7 @@ class Fact:
         return f"built in {self.answer}" if self.about == "built" else _other(self.document.building, self.answer)
 
     def cited(self, draw: RandomDraws) -> list[TextPart]:
-        """Writes the answer by a search: the call, its output, which is not learned, and the cited statement."""
+        """Writes an answer that uses a search: the call, its output (which is not learned), and the cited statement."""
         key = _key(draw)
         return [*self._search(key), self._answered(f"{key}-0")]
 

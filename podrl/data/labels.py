@@ -19,7 +19,7 @@ from podrl.data.tokenizer import Tokenizer
 from podrl.mappings import Record
 
 _log = logging.getLogger("podrl.data")
-_LOOK = 1000  # records of a source whose labels are compared
+_LOOK = 1000  # number of first records of a source whose labels are compared
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +100,7 @@ class LabelStream(BatchStream[_LabelledExample]):
 
 
 class _Writer:
-    """Makes a labelled answer of a record; its position in the stream decides the draws of an embedded task."""
+    """Makes a labelled answer of a record; in an embedded task, the position in the stream seeds the random draws."""
 
     def __init__(self, data: DataConfig, tokenizer: Tokenizer, limit: Limit) -> None:
         self._data, self._tokenizer, self._limit = data, tokenizer, limit

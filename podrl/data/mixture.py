@@ -63,8 +63,8 @@ class OpenedSources:
     Attributes:
       parts: sources of the configuration, at least one.
       evaluation: records of data.eval_path; None if data.eval_path is ''.
-      unanswered: files with a record without an answer, each as (text that names the record and its fields, reward
-        functions of this source alone, which may be none).
+      unanswered: an entry for each file that has a record without an answer: (text that names the record and its
+        fields, reward functions that only this source has, possibly none).
       evaluation_unanswered: text that names the first record of data.eval_path without an answer, and its fields; ''
         if all have one.
     """
@@ -76,7 +76,7 @@ class OpenedSources:
 
     @property
     def unmeasured(self) -> str:
-        """Text that names a record without an answer in a file that evaluations use; '' if all records have one."""
+        """Text that names a record without an answer in a file that evaluations use; '' if all records have answers."""
         lacking = (
             [self.evaluation_unanswered] if self.evaluation is not None else [part.unanswered for part in self.parts]
         )
@@ -92,7 +92,7 @@ class OpenedSources:
 
     @property
     def train(self) -> Source | Mixture:
-        """The training records: those of the only source, or a mixture of all sources."""
+        """The training records: the records of the only source, or a mixture of all sources."""
         if len(self.parts) == 1:
             return self.parts[0].train
         names = [part.name for part in self.parts]
@@ -118,8 +118,8 @@ def split(config: DataConfig, form: Form | None = None) -> OpenedSources:
     Args:
       config: settings of the data.
       form: function (record, place of the record, settings of the source) of a job that trains on answers, which raises
-        ValueError for a record of another form. Records of a file are then held out only if all of them have an answer
-        in data.answer_field. None for jobs that train on prompts, whose records must have a question.
+        ValueError for a record of another form. With this function, records of a file are held out only if all of them
+        have an answer in data.answer_field. None for jobs that train on prompts, whose records must have a question.
 
     Raises:
       FileNotFoundError: a file does not exist.
@@ -173,7 +173,7 @@ class _File(NamedTuple):
       records: records after the transforms of the source.
       dropped: number of records that the transforms dropped, by reason.
       hashes: question hash of every record.
-      is_held: True if each record is held out.
+      is_held: True for each record that is held out.
       unanswered: text that names the first record without an answer and its fields; '' if all have one.
     """
 
@@ -300,7 +300,7 @@ def _read(
       config: settings of a job that has this source only.
       path: path of the file, or of a directory of files.
       part: name of the split, which begins the names of its files; '' if `path` is a file.
-      notes: question hashes and answers of the records; this function adds those of the file.
+      notes: question hashes and answers of the records; this function adds the notes of the file.
       cache: cache of the records and notes of large files.
       form: function that raises ValueError for records of another form; None if records must have a question.
       with_question: True if a record with a question is allowed in any form. This is the case in an evaluation file,

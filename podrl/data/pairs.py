@@ -73,7 +73,7 @@ def held_out_pairs(
 ) -> list[SFTBatch]:
     """Makes batches of at most `count` held-out pairs, `pairs` in a batch, in the form of PairStream.
 
-    The list is empty if the data holds no record out. The other arguments are those of PairStream.
+    The list is empty if the data holds out no record. The other arguments are those of PairStream.
     """
     limit = Limit(max_length, key, data.long_prompts)
     if data.eval_path:
@@ -92,7 +92,7 @@ def _read_pairs(write: "_Writer", records: sources.Source) -> Iterator[_Pair | T
 
 
 class _Writer:
-    """Makes a pair of a record; its position in the stream decides the draws of an embedded task."""
+    """Makes a pair of a record; in an embedded task, the position in the stream seeds the random draws."""
 
     def __init__(self, data: DataConfig, tokenizer: Tokenizer, limit: Limit) -> None:
         self._data, self._tokenizer, self._limit = data, tokenizer, limit

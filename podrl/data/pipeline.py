@@ -23,7 +23,7 @@ from podrl.mappings import Record, TaskFields
 from podrl.types import Prompts
 
 _log = logging.getLogger("podrl.data")
-_OUTLIER = 4  # times the length that 99 of 100 prompts have at most
+_OUTLIER = 4  # warns of a prompt longer than this many times the length that 99 of 100 prompts do not exceed
 
 
 class _Task(NamedTuple):
@@ -233,9 +233,9 @@ def held_out_prompts(
 
 
 def set_prompts(config: DataConfig, tokenizer: Tokenizer, *, count: int, max_prompt_length: int) -> list[Prompts]:
-    """Makes one batch of a configuration's only source: its first `count` prompts that are not too long.
+    """Makes one batch of the first `count` prompts that are not too long, from a configuration's only source.
 
-    Of a generated task, the prompts are held-out problems. The list is empty if no prompt is short enough.
+    The prompts of a generated task are held-out problems. The list is empty if no prompt is short enough.
     """
     (part,) = split(config).parts
     records = _held_out(part, count) if is_generated(part.config.path) else part.train
@@ -288,7 +288,8 @@ def longest_prompt(config: DataConfig, tokenizer: Tokenizer, *, look: int = 8192
 
 
 class _Longest(NamedTuple):
-    """The longest prompt: its tokens, what 99 of 100 prompts have at most (rounded up), its question's beginning."""
+    """The longest prompt: its tokens (rounded up), the number that 99 of 100 prompts do not exceed (rounded up), and
+    the beginning of its question."""
 
     tokens: int
     usual: int
@@ -333,7 +334,7 @@ def _longest(config: DataConfig, tokenizer: Tokenizer, look: int) -> _Longest:
 
 
 def _held_out(part: OpenedSource, count: int) -> Any:
-    """Returns a source's held-out records; of a generated task, `count` problems that differ."""
+    """Returns a source's held-out records; for a generated task, `count` different held-out problems."""
     if part.config.path.startswith(REASONING):
         return list(reasoning_gym(part.config).distinct(count))
     if part.config.path in EMBEDDED:

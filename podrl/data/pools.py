@@ -36,7 +36,7 @@ class CurriculumConfig:
         others.
       hard_share: share of the prompts that is drawn from the hard prompts; None gives hard prompts their turn among all
         others.
-      retire_after: number of successful visits in a row after which a prompt does not come again; 0 never retires a
+      retire_after: number of successful visits in a row after which a prompt is not drawn again; 0 never retires a
         prompt.
       retire_rate: least share of a visit's samples that must pass for the visit to be successful.
       postpone_after: number of visits in a row without a passing sample after which a prompt rests; 0 never postpones a
@@ -117,7 +117,7 @@ class PassRateTable:
     """
 
     def __init__(self, records: int) -> None:
-        """Makes the table of records of which none was visited."""
+        """Makes a table in which no record has been visited."""
         self.rate_N = np.full(records, np.nan, np.float32)
         self.solved_N, self.failed_N = np.zeros(records, np.int32), np.zeros(records, np.int32)
         self.last_N = np.full(records, -1, np.int32)
@@ -148,8 +148,8 @@ class PassRateTable:
 
     def pools(self, step: int, config: CurriculumConfig) -> Int[np.ndarray, " N"]:
         """Computes the pool of each record for the batch of a step; NORMAL for a record without a visit."""
-        # A record that fits two pools belongs to the one of the larger number. This runs for every batch: the maximum
-        # of a few int8 arrays is many times faster than setting values through masks.
+        # A record that fits two pools belongs to the pool with the larger number. This runs for every batch: taking the
+        # maximum of a few int8 arrays is many times faster than setting values through masks.
         pool_N = (self.rate_N >= np.float32(config.easy_rate)).view(np.int8) * np.int8(EASY)
         np.maximum(pool_N, (self.rate_N <= np.float32(config.hard_rate)).view(np.int8) * np.int8(HARD), out=pool_N)
         if config.postpone_after:
@@ -202,14 +202,14 @@ class Curriculum:
 
     @property
     def lag(self) -> int:
-        """Number of steps right before a batch's step whose results come too late for the choice of the batch."""
+        """Number of steps right before a batch's step that end too late to influence the choice of the batch."""
         return self._lag
 
     def begin(self, *, lag: int, names: Sequence[str]) -> None:
         """Sets the values that stay the same during a run.
 
         Args:
-          lag: number of steps right before a batch's step whose results come too late for the choice of the batch.
+          lag: number of steps right before a batch's step that end too late to influence the choice of the batch.
           names: names of the run's reward functions, in the order of `Experience.reward_FB`.
 
         Raises:
@@ -290,7 +290,7 @@ class Curriculum:
         return arrays | {"range": np.asarray([at, end], np.int64)}
 
     def recall(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Replaces all results by those that `memory` returned."""
+        """Replaces all results by the results that `memory` returned."""
         at, end = (int(number) for number in arrays["range"])
         with self._lock:
             self._table, self._table_at = PassRateTable(self.records), at

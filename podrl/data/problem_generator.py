@@ -39,7 +39,7 @@ P = TypeVar("P", bound=Problem)
 
 
 class RandomDraws:
-    """Random draws from the raw words of numpy's PCG64, which never change; numpy's distributions may."""
+    """Random draws from the raw words of numpy's PCG64: versions of numpy may change its distributions, not these."""
 
     def __init__(self, *key: int) -> None:
         self._bits = np.random.PCG64(np.random.SeedSequence(key))

@@ -76,14 +76,14 @@ def _entry(of: Any, seed: int, size: int, split: Split, index: int) -> JsonObjec
 
 def _record(name: str, arguments: JsonObject, entry: JsonObject) -> JsonObject:
     answer = {"answer": entry["answer"]} if isinstance(entry["answer"], str) and entry["answer"].strip() else {}
-    # JSON has no tuples and no keys that are numbers, and some scorers compare with those, so this field is the text of
-    # a Python literal.
+    # Some scorers compare with tuples, or with keys that are numbers. JSON has neither, so this field is the text of a
+    # Python literal.
     whole = repr({"name": name, "arguments": arguments, "entry": _plain(entry)})
     return {"question": entry["question"], **answer, "entry": whole}
 
 
 def _plain(value: Any) -> Any:
-    """Converts a value to builtin types, of which a Python literal can be written."""
+    """Converts a value to builtin types, which can be written as a Python literal."""
     if isinstance(value, dict):
         return {_plain(key): _plain(one) for key, one in value.items()}
     if isinstance(value, list | tuple | set):

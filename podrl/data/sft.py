@@ -220,8 +220,8 @@ def open_answers(data: DataConfig, check_form: Form) -> tuple[Any, Sequence[mixt
 
     Args:
       data: settings of the records.
-      check_form: function of (record, its place, settings of its source) that raises ValueError if a record of a file
-        lacks a field that it needs.
+      check_form: function (record, place of the record, settings of the source) that raises ValueError if a record of a
+        file lacks a field that an example needs.
 
     Returns:
       (the records as a stream takes them, their sources).

@@ -61,7 +61,7 @@ def _is_text_part(part: object) -> bool:
 
 
 def prompt_field(record: Record, question_field: str = QUESTION) -> str:
-    """Returns the name of the field that asks: 'messages', else 'prompt', else 'question'; '' if there is none of them.
+    """Returns the name of the field that asks the model: 'messages', else 'prompt', else 'question'; '' if none exists.
 
     A `question_field` other than 'question' was chosen by the user: it comes before 'messages' and 'prompt'. A field
     that is None counts only if no other field asks.
@@ -80,7 +80,7 @@ def check(
       record: the record.
       place: file and line of the record, for the message.
       question_field: name of the field that holds a question.
-      remedy: the caller's way to name another field of questions, for the message.
+      remedy: advice for the message on how to name another field with the question.
 
     Raises:
       ValueError: no field asks, or the field that asks holds no text and no turns; the message names the place, the
@@ -275,8 +275,8 @@ def fields(record: Record, question_field: str = QUESTION, answer_field: str = A
 
     `question` is the text of the question. If the record has an answer, `solution` is the text of the answer, and
     `answer` is the part of it after '####', or all of it without '####'. If the record lists several right answers,
-    both are lists. A field `solution` of the record's own stays. All other fields keep their names and values, and so
-    do a `question_field` and an `answer_field` of other names.
+    both are lists. A record's own field `solution` is kept. All other fields keep their names and values, among them
+    `question_field` and `answer_field` if these have other names.
 
     Raises:
       ValueError: the answer is neither a text nor a finite number nor a list of these.

@@ -139,7 +139,7 @@ class _Lines(Records):
         return open(self._file, "rb") if self._content is None else io.BytesIO(self._content)
 
     def add(self, start: int, raw: bytes, line: int) -> None:
-        """Appends the next record: `start` is its offset in bytes, `raw` its bytes, `line` the number of its line."""
+        """Appends the next record: `start` is the offset in bytes, `raw` the bytes, `line` the number of the line."""
         self._starts.append(start)
         self._sizes.append(len(raw))
         self._lines.append(line)
@@ -230,7 +230,7 @@ def read(
       one_of: names of columns; a table (.csv, .parquet) must have at least one of them.
       check: function of (record, its place) that is called with every record in order, and raises ValueError.
       split: beginning of the names of the files to read, if `path` is a directory.
-      cache: memory of .jsonl files that were read before, which need not be read again.
+      cache: cache of .jsonl files that were read before, so that they are not read again.
       as_written: True to leave conversations in the form of the file.
 
     Raises:
@@ -334,7 +334,7 @@ def _numbered(content: io.BufferedIOBase) -> Iterator[tuple[int, int, bytes]]:
 
 
 def of_split(path: str, split: str) -> str:
-    """Returns the pattern of the files of a split in a directory; `path` itself if `split` is '' or not for files.
+    """Returns the pattern of a split's files in a directory; `path` itself without a split, or for tfds: and hf:.
 
     Raises:
       ValueError: `path` is not a directory, or the files of the split do not have one known format.

@@ -14,7 +14,7 @@ from podrl.types import BatchError
 
 Item = TypeVar("Item")
 _log = logging.getLogger(__name__)
-# The number of consecutive items that may be too long. A larger number is an error, because skipping through a large
+# The largest number of consecutive items that may be too long. One more is an error, because skipping through a large
 # source would look like a hang.
 MOST_IN_A_ROW = 10_000
 _REPORT_EVERY = 1000  # number of records after which a check reports its progress again
@@ -172,7 +172,8 @@ class Stream(Generic[Item]):
     def look(self, most: int) -> None:
         """Prepares the first `most` records of every source, and warns if some of them are too long.
 
-        If all are too long, the next record that fits is searched for as in a run. The stream's position stays.
+        If all are too long, it searches for the next record that fits, as a run would. The stream's position does not
+        change.
 
         Raises:
           BatchError: a record cannot be prepared; the message names its place.

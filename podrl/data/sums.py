@@ -46,7 +46,7 @@ class Sum:
         return {"question": self.question, "answer": self.answer, "expression": self.expression}
 
     def called(self) -> list[TextPart]:
-        """Writes the answer by a call of the calculator: the call, its output, which is not learned, and the answer."""
+        """Writes an answer that uses the calculator: the call, its output (which is not learned), and the answer."""
         call = f"{template.CALL_START}{self.expression}{template.CALL_END}"
         # Character for character the output that podrl.environments writes.
         output = f"\n{template.OUTPUT_START}{self.answer}{template.OUTPUT_END}\n\n"

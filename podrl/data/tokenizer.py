@@ -40,7 +40,7 @@ _CALLED = {
 
 class _Backend(Protocol):
     size: int  # largest id plus one
-    added: Mapping[int, str]  # texts, by id, of the special tokens that are added beside the vocabulary
+    added: Mapping[int, str]  # texts, by id, of the special tokens that are added to the vocabulary
     special: Mapping[int, str]  # texts, by id, of all special tokens
     marks: Mapping[int, str]  # texts, by id, of tokens found before a text is cut into pieces; `special` is among them
     start: Sequence[int] | None  # ids before a plain text; None if files of this kind do not say which
@@ -139,9 +139,9 @@ class Tokenizer:
     def encode_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Encodes a text as `encode` does: (ids, span of each token in characters: first, last + 1).
 
-        Every character is in a span: a character that normalisation drops is in the span of the next token. Several
-        tokens that are the bytes of one character all have the span of the character, and so has a token that
-        normalisation inserts before it.
+        Every character is in a span: a character that normalisation drops is in the span of the next token. If several
+        tokens are the bytes of one character, each has the span of the character. A token that normalisation inserts
+        before a character has the span of that character, too.
 
         Raises:
           ValueError: the text holds a special token for which the model in the same directory has no embedding.
@@ -170,7 +170,7 @@ class Tokenizer:
         before, ids = self._backend.encode(anchor), self._backend.encode(anchor + text)
         return ids[len(before) :] if ids[: len(before)] == before else None
 
-    @functools.lru_cache(maxsize=64)  # noqa: B019 - of the few tokenizers of a process
+    @functools.lru_cache(maxsize=64)  # noqa: B019 - a process has few tokenizers
     def _changed_by(self, anchors: tuple[str, ...]) -> bool:
         """Returns True if some texts have other tokens after an anchor than alone, for example if the tokenizer inserts
         a space."""
@@ -408,8 +408,8 @@ class Tokenizer:
     def _start_of_text(self) -> tuple[int, ...]:
         """Returns the ids that stand before a plain text.
 
-        tokenizer.json says which. tokenizer.model cannot say it: there it is the start token, unless add_bos_token in
-        tokenizer_config.json is false.
+        tokenizer.json lists them. tokenizer.model does not: there they are the start token alone, or nothing if
+        add_bos_token in tokenizer_config.json is false.
         """
         start = self._backend.start
         if start is None:
@@ -622,8 +622,8 @@ class _SentencePiece:
 
         Args:
           path: path of the file `tokenizer.model`.
-          added: tokens that the files beside it add, as (text, whether the token is special) by id. Some of them are
-            pieces of the model.
+          added: tokens that other files of the directory add, as (text, whether the token is special) by id. Some of
+            them are pieces of the model.
 
         Raises:
           ValueError: the file is not a SentencePiece model, or the id of an added token contradicts its pieces: a

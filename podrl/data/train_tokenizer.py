@@ -71,7 +71,7 @@ def train(*, calls: bool = False, search: bool = False) -> tokenizers.Tokenizer:
 
     Args:
       calls: True if the tags of a tool's call and output are pieces, too.
-      search: True if the tokenizer is that of the task 'facts', with the tags of a search and of a citation.
+      search: True for the tokenizer of the task 'facts', with the tags of a search and of a citation.
     """
     count = collections.Counter(_words(_texts_of_facts() if search else _corpus()))
     everyday, tags = _EVERYDAY.split(), SEARCH_TAGS if search else CALL_TAGS * calls
@@ -139,7 +139,7 @@ def _corpus() -> list[str]:
 
 
 def _texts_of_facts() -> list[str]:
-    """Lists texts of the task 'facts', with a line's end inside each town's name, so that its halves are pieces."""
+    """Lists texts of the task 'facts', with a line break inside each town's name, so that both halves are pieces."""
     texts = [facts.GENERATOR.problem("train", index).question for index in range(CORPUS_PROBLEMS)]
     # A query begins with the building, and a statement with its verb. Both stand right after a tag, without a space, so
     # the corpus also has them at the beginning of a text.
@@ -155,7 +155,7 @@ def _words(texts: list[str]) -> list[str]:
 
 
 def _fragments(words: list[str]) -> list[str]:
-    """Lists parts of words, of two to four letters; the part that saves most pieces over single letters comes first."""
+    """Lists parts of words, of two to four letters; the part that saves most pieces against letters is first."""
     parts = collections.Counter(
         bare[i : i + size]
         for bare in sorted({word.lstrip(SPACE).lower() for word in words})

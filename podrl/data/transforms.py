@@ -133,7 +133,7 @@ def _step(
     processes: contextlib.ExitStack,
     path: str,
 ) -> Iterator[tuple[str, Record]]:
-    """Applies one step to the records of `path`; yields (place, record), and counts in `dropped` those that it drops.
+    """Applies one step to the records of `path`; yields (place, record), and counts dropped records in `dropped`.
 
     Raises:
       ValueError: a function failed, or the step names a field that no record has, or gives two fields the same name.

@@ -69,7 +69,7 @@ def check_settings(values: ConfigValues, pod: Pod, deadline_s: float) -> None:
 
 
 def check_files(mine: Mapping[str, str], pod: Pod, deadline_s: float) -> None:
-    """Refuses files and versions that differ from those of the other hosts.
+    """Refuses files and versions that differ between this host and the other hosts.
 
     A data file or code that is missing on this host is not reported here, but by the function that reads it.
 
@@ -91,7 +91,7 @@ def check_files(mine: Mapping[str, str], pod: Pod, deadline_s: float) -> None:
         for key, (value, other) in answer["differ"].items()
     ]:
         raise ValueError(
-            f"{_label(pod)} is not as the other hosts are: {'; '.join(differ[:_SHOWN])}{_more(differ)}. All hosts of a "
+            f"{_label(pod)} differs from the other hosts: {'; '.join(differ[:_SHOWN])}{_more(differ)}. All hosts of a "
             "job need the same files and versions: copy them from one host, or put them where all hosts read them."
         )
 
@@ -142,7 +142,7 @@ class SettingsComparison:
 
 
 def facts(job: Job) -> dict[str, str]:
-    """Describes by name what a job's numbers depend on besides settings: versions, and sizes and checksums of files.
+    """Describes each file and package that a job's numbers depend on, besides settings: {name: checksum or version}.
 
     Data files are read completely, as in training. Files of weights, which may take terabytes, are read only in part.
     Models in a bucket are the same for all hosts; so are data and models of the hub, whose commits are in the settings.
@@ -253,7 +253,7 @@ def _texts(value: object, key: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _of_file(file: epath.Path, cache: Cache | None = None) -> str:
-    """Describes a file by its size and the checksum of its bytes; a file in a bucket by its size and time of change."""
+    """Describes a file by size and checksum of the bytes, or a file in a bucket by size and time of change."""
     size = sources.size(file)
     if is_remote(file):
         return f"{size} bytes of {file.stat().mtime}"
@@ -295,7 +295,7 @@ def _joined(described: Iterable[str]) -> str:
 
 
 def _with_imports(file: pathlib.Path) -> list[pathlib.Path]:
-    """Lists a file and the Python files beside it that it imports, directly or through others."""
+    """Lists a file and the Python files in its folder that it imports, directly or through other files."""
     root, left, found = file.parent, [file], dict[pathlib.Path, None]()
     while left:
         one = left.pop()
@@ -309,7 +309,7 @@ def _with_imports(file: pathlib.Path) -> list[pathlib.Path]:
         for node in ast.walk(tree):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
-            for name in names:  # a folder without modules of its own may hold others
+            for name in names:  # for top folders without modules of their own, which are not searched below
                 dotted = root.joinpath(*name.split("."))
                 left += [
                     path for path in (dotted.with_name(f"{dotted.name}.py"), dotted / "__init__.py") if path.is_file()

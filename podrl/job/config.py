@@ -330,7 +330,7 @@ class Job:
         the model ('tiny' with model.path='scratch').
       scratch: sizes of the model that is trained if model.path is 'scratch'.
       reward: rewards of generated samples; jobs on answers from data have none.
-      env: environment of generated samples, those of evaluations included.
+      env: environment of generated samples, including samples of evaluations.
     """
 
     trainer: RLTrainingConfig
@@ -372,7 +372,7 @@ class Job:
 
     @property
     def kept_versions(self) -> int:
-        """Number of weight versions that a trainer of `topology=split` keeps: all that a rollout host may ask for.
+        """Number of weight versions that a trainer keeps under `topology=split`: all that a rollout host may request.
 
         Samples in flight are drawn by the newest `max_staleness` + 1 versions. One more version is for a host that was
         told its first version just before the trainers went on.
@@ -468,7 +468,7 @@ def complete(values: ConfigValues) -> ConfigValues:
     if not kind.offline:
         other = "grpo" if section == "ppo" else "ppo"
         # A configuration written for the other kind of algorithm keeps the values of keys that both kinds have, except
-        # those that the preset sets.
+        # keys that the preset sets.
         common = {f.name for f in dataclasses.fields(AlgorithmConfig)}
         carried = {key: value for key, value in values_of_section.pop(other, {}).items() if key in common}
         fields = merge(carried, preset(name).settings)
@@ -590,8 +590,8 @@ def _with_sources(values: ConfigValues, section: str) -> ConfigValues:
     settings = values.get(section, {})
     if own and section != "grpo":
         raise ValueError(
-            f"data.sources: {', '.join(own)} has settings 'grpo', and algorithm={section!r} is not of that kind: leave "
-            "them out, or choose algorithm=grpo."
+            f"data.sources: {', '.join(own)} has settings 'grpo', and algorithm={section!r} does not read them: "
+            "leave them out, or choose algorithm=grpo."
         )
     if settings.get("sources"):
         raise ValueError(
@@ -724,7 +724,7 @@ def _check_teacher(job: Job) -> None:
         )
     if job.data.hinted and taught.kl == "full":
         raise ValueError(
-            "grpo.teacher_kl='full' compares policy and teacher behind the same prompt, and data.hint gives the "
+            "grpo.teacher_kl='full' compares policy and teacher after the same prompt, but data.hint gives the "
             "teacher another: set grpo.teacher_kl='top_k', which is exact if grpo.teacher_top_k is the size of the "
             "vocabulary, or 'sampled', or leave data.hint out."
         )
@@ -794,7 +794,7 @@ def _with_scorers(values: ConfigValues) -> ConfigValues:
     """Names the reward function 'reasoning_gym' for datasets of reasoning-gym, unless reward.fns names it already.
 
     The function scores the records of every such source and evaluation set that names no functions of its own. If all
-    records of the job are such problems, it replaces the default of reward.fns.
+    records of the job are problems of reasoning-gym, the function replaces the default of reward.fns.
     """
     if KINDS[section_of(values.get("algorithm", "grpo"))].offline:
         return dict(values)

@@ -82,7 +82,7 @@ def role_rows(
 
 
 def _processes(role: str, pod: Pod | PlannedPod | None, shown: int = 8) -> str:
-    """Lists the processes of a role: '4711', or host numbers with process id (and machine, if it is not this one)."""
+    """Lists the processes of a role: '4711', or host numbers, each with its process id and any other machine's name."""
     if pod is None:
         return f"{os.getpid()}"
     all_hosts = pod.hosts if isinstance(pod, PlannedPod) else pod.seat.hosts
@@ -175,7 +175,7 @@ def weight_lines(job: Job, on: Meshes, pod: Pod | PlannedPod | None) -> list[str
     trees = copies(job, on.trainer, on.rollout)
     generating = f"Weights of a rollout device while it generates: {trees.of_rollout()} in all."
     kept = f"A trainer device keeps for other hosts {trees.of_trainer()} in all."
-    if isinstance(pod, PlannedPod):  # the page speaks for all hosts, that of a running host for itself
+    if isinstance(pod, PlannedPod):  # the page of a dry run describes all hosts; a running host describes itself
         return [generating, *([kept] if pod.split else [])]
     return [kept] if pod is not None and pod.seat.disposable else [generating]
 
@@ -221,10 +221,12 @@ def data_lines(job: Job) -> list[str]:
     if "answer" in fields:
         about += " `answer` is a text, or a list of texts, also where the record holds numbers."
         about += "".join(
-            f"\nSome records have no answer, and None is given: {place}." for place, _ in opened.unanswered
+            f"\nSome records have no answer, so functions get None: {place}." for place, _ in opened.unanswered
         )
     for name in sorted(hidden):
-        about += f"\nThe records' own field {name!r} is not given: podrl reads questions and answers from other fields."
+        about += (
+            f"\nThe records' own field {name!r} is not given to functions: podrl reads questions and answers elsewhere."
+        )
     if why := unmeasured(job, data) if job.eval.problems else "eval.problems=0":
         about += f"\nNo accuracies: {why}."
     elif opened.unanswered:
@@ -310,8 +312,8 @@ def _route_lines(job: Job) -> list[str]:
         return []
     total = size * job.samples_per_step * job.longest / 2**20
     return [
-        f"Router replay (rollout.router_replay): {size} bytes a token, at most {total:,.1f} MiB in a step's batch, for "
-        "the experts that each token took in the sampler, which the trainer takes too."
+        f"Router replay (rollout.router_replay): {size} bytes a token, at most {total:,.1f} MiB in a step's batch, so "
+        "that the trainer sends each token to the experts that the sampler chose."
     ]
 
 
@@ -439,14 +441,14 @@ def print_files(console: rich.console.Console, workdir: pathlib.Path, place: str
     spent = {name: s for name, s in summary["seconds"].items() if name != "step" and s >= 0.05}
     console.print("seconds by stage: " + ", ".join(f"{name} {s:.1f}" for name, s in spent.items()))
     console.print(f"Written to {place}:")
-    samples = f"some prompts, completions, rewards; the lowest: python -m podrl.view {place} --samples=10"
+    samples = f"some prompts, completions, rewards; the lowest rewards: python -m podrl.view {place} --samples=10"
     if not _has_scored_samples(workdir / "samples.jsonl"):
         samples = "some texts trained on, and completions of evaluations"
     for name, what in (
         ("summary.json", "before/after, throughput, time split"),
         ("metrics.jsonl", "one object per step"),
         ("samples.jsonl", samples),
-        ("report.html", f"the run as a page; also of a run that goes on: python -m podrl.view {place}"),
+        ("report.html", f"the run as a page; while a run goes on: python -m podrl.view {place}"),
         ("tensorboard/", "the same metrics as events"),
         ("mlflow.db", "the same metrics in MLflow's database"),
         ("checkpoints/", f"export with: python -m podrl.export --workdir={place} --out=DIR"),

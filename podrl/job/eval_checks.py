@@ -27,7 +27,7 @@ def check_evaluation(job: Any) -> None:
             )
         if not (one.problems or job.eval.problems):
             raise ValueError(
-                f"eval.sets: {one.name} lacks problems, and eval.problems=0 does not say: give one of them."
+                f"eval.sets: {one.name} lacks problems, and eval.problems=0 gives no number: set one of them."
             )
 
 

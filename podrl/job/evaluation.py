@@ -66,7 +66,7 @@ def held_out(job: Job, tokenizer: Tokenizer) -> Sequence[Any]:
                 why = "a question's hash decides whether its records are held out, and there are too few questions"
             found = held_out_prompts(data, tokenizer, count=count, max_prompt_length=limit)
         except ValueError as error:
-            error.add_note(f"the evaluation reads it, which eval.problems={count} asks for and 0 leaves out")
+            error.add_note(f"the evaluation reads it; eval.problems={count} asks for one, eval.problems=0 for none")
             raise
     if not found:
         _warn_nothing_held_out(origin, why, f" raise data.eval_fraction={data.eval_fraction},")
@@ -80,8 +80,8 @@ def evaluation_data(job: Job) -> tuple[DataConfig | None, Mapping[str, str]]:
     compare with (podrl.data.mixture.split).
 
     Returns:
-      (settings with the sources that hold records out, None if no source does; place and fields of a record without an
-      answer for each source that holds none out, by the source's name).
+      (settings with the sources that hold records out, or None if no source does; for each other source, by its name,
+      the place and the fields of a record without an answer).
     """
     data = job.data
     parts = () if not job.kind.offline or data.eval_path else split(data, job.kind.form).parts

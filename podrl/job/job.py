@@ -70,7 +70,7 @@ def dry_run(values: ConfigValues, workdir: str, pod: PlannedPod | None = None, *
       all_settings: True to print every setting, as JSON.
 
     Raises:
-      ValueError: the run itself would be refused. An empty model.path is such a reason, and is reported last.
+      ValueError: the run itself would be refused. An empty model.path is also refused, after everything is printed.
     """
     console = make_console()
     sized = values["rollout"]["max_prompt_length"] or not values["model"]["path"]
@@ -86,7 +86,7 @@ def dry_run(values: ConfigValues, workdir: str, pod: PlannedPod | None = None, *
     check_workdir(workdir)
     if values["model"]["path"]:
         check_all(job)
-        if pathlib.Path(workdir).is_dir() and not hub.names(values):  # the run has commits beside names of the hub
+        if pathlib.Path(workdir).is_dir() and not hub.names(values):  # a run's config.json adds commits to hub names
             for sentence in identity.compare(workdir, pathlib.Path(workdir), mine, defaults):
                 console.print(sentence)
     else:
@@ -140,7 +140,7 @@ def build_scorer(job: Job, on: Meshes, trains: bool | None) -> ScorerCluster:
     Args:
       job: the job.
       on: meshes of all roles.
-      trains: True if this process trains, under topology=split, where a host sees only its own cluster; None elsewhere,
+      trains: under topology=split, where a host sees only its own cluster: True if this process trains; None elsewhere,
         where the meshes decide.
     """
     tokenizer = Tokenizer(job.model.tokenizer(job.tokenizer))
@@ -332,7 +332,7 @@ def _train(
 
 
 def _follow(cluster: RLCluster | None, current: Run, pod: Pod) -> int:
-    """Runs the calls that the head of this process's replica runs; returns the step reached."""
+    """Repeats every call that the head of this process's replica makes; returns the step reached."""
     with current:
         return follow(cluster, pod, current, deadline_s=4 * current.log_config.stall_s)
 

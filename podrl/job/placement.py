@@ -140,7 +140,7 @@ class Meshes:
 
 @dataclasses.dataclass(frozen=True)
 class PlannedDevice:
-    """A device of a pod that is planned and not started, as far as meshes read it.
+    """A device of a pod that is planned and not started, with the fields that meshes read.
 
     Attributes:
       id: number of the device in the pod.
@@ -218,7 +218,7 @@ def meshes(roles: RolesConfig, hosts: Hosts | None = None, *, split: bool = Fals
 
 
 def _of_trainers(roles: RolesConfig, devices: Sequence[JaxDevice]) -> Meshes:
-    """Builds the meshes of the trainers' cluster; those of the other roles are placeholders."""
+    """Builds the meshes of the trainers' cluster; the meshes of the other roles are placeholders."""
     mine, values = _cut(devices, roles.critic, "critic", TRAINER)
     mine, teaches = _cut(mine, roles.teacher, "teacher", TRAINER)
     trainer = _whole(roles.trainer, mine, TRAINER)

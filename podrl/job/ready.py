@@ -84,7 +84,7 @@ def check_models(job: Job, keys: Collection[str]) -> None:
 
 
 def check_fit(job: Job, tokenizer: Tokenizer) -> None:
-    """Checks that tokenizer, adapters, prompt length and end tokens fit the trained model; and the other models.
+    """Checks that tokenizer, adapters, prompt length and end tokens fit the trained model, and checks other models.
 
     Every other model must have embeddings for all ids that it will read, and the reward model a head. Warns of a model
     with another tokenizer that will read the policy's ids.
@@ -117,7 +117,7 @@ def check_fit(job: Job, tokenizer: Tokenizer) -> None:
 
 
 def _check_tokens(key: str, directory: str, policy: Tokenizer) -> None:
-    """Checks that a model beside the policy can read the ids that it will get: the policy's, or its own tokenizer's."""
+    """Checks that a model other than the policy can read the ids of its own tokenizer or, without one, the policy's."""
     own = None
     if key == "model.teachers":
         own = tokenizer_of(directory, policy)
@@ -171,7 +171,7 @@ def check_rewards(job: Job, rewards: Rewards, tokenizer: Tokenizer) -> None:
             rewards.check_fields(records, part.fields.get("reward_fns", ()), own)
             sets.append((part, records))
     rewards.warn_of_absent(everywhere.union(*(fields for _, records in sets for _, fields in records)))
-    # A source of a mixture gives all of its records one data set.
+    # In a mixture, all records of a source carry the name of the same data set.
     whole = all(len(part.train) <= _LOOK or job.reward.dataset_field in part.fields for part, _ in (*shown, *sets))
     trained, others = ([record for _, records in parts for record in records] for parts in (shown, sets))
     rewards.check_scored(trained, others, whole=whole)
@@ -219,8 +219,8 @@ def check_environments(job: Job, *, secrets: bool) -> None:
 
     Args:
       job: the job.
-      secrets: whether this process must have the environment variables that servers need; a machine on which only a dry
-        run is made may lack them.
+      secrets: True if this process must have the environment variables that servers need; the machine of a dry run may
+        lack them.
 
     Raises:
       ValueError: an environment, tool, command or variable is missing or cannot be loaded; the message names its key.

@@ -84,7 +84,7 @@ def rollout_model(job: Job, model: ModelConfig) -> ModelConfig:
 
 
 def rollout_dtype(job: Job) -> jnp.dtype:
-    """Returns the type of the weights on the rollout mesh, in which they also move there."""
+    """Returns the type of the weights on the rollout mesh; the weights also move there in this type."""
     return jnp.dtype(job.rollout.data_type or job.trainer.dtype)
 
 
@@ -101,7 +101,7 @@ def copies(job: Job, trainer: Mesh, rollout: Mesh) -> Copies:
 
 
 def device_bytes(tree: PyTree) -> float:
-    """Counts the bytes that one device holds of a tree of shapes with shardings, without those in the host's memory."""
+    """Counts the bytes of a tree of shapes with shardings on one device; arrays in the host's memory do not count."""
     leaves = [leaf for leaf in jax.tree.leaves(tree) if leaf.sharding.memory_kind != offload.HOST]
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
 

@@ -39,7 +39,7 @@ _SEARCH = flags.DEFINE_bool(
     "search", False, "Try meshes, micro-batches and remat policies, and plan the fastest that fit."
 )
 _QUICK = flags.DEFINE_bool(
-    "quick", False, "Compile with least effort: in a sixth of the time; peaks of memory are right within 10%."
+    "quick", False, "Compile with the least effort, in a sixth of the time; peaks of memory are right within 10%."
 )
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object.")
 _COMPLETION = flags.DEFINE_integer(

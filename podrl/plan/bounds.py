@@ -16,8 +16,8 @@ def least_bytes(side: str, setting: Setting) -> float:
 
     The trainer needs parameters, moments, the parameters of a reference or a teacher, and the activations that the
     backward pass keeps of every layer: the layer's input and, unless `trainer.remat` is 'full' or 'offload', the
-    projections of attention and feed-forward (not those of experts that are spread over devices); also the per-layer
-    embeddings. The rollout needs the weights.
+    projections of attention and feed-forward (not those of experts that are spread over devices). It also needs the
+    per-layer embeddings. The rollout needs the weights.
     """
     if side == ROLLOUT:
         mesh = setting.rollout_mesh()

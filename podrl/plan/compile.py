@@ -17,7 +17,7 @@ from podrl.plan.hlo import GROUPED, Collective, cost_of
 from podrl.plan.programs import Program
 from podrl.types import PyTree
 
-# Compiles in less time, to learn only whether a program fits: schedules and tiles are not searched.
+# Options to compile in less time, to learn only whether a program fits: schedules and tiles are not searched.
 QUICK: Mapping[str, object] = (
     {"exec_time_optimization_effort": -1.0}
     if hasattr(jax.config, "jax_exec_time_optimization_effort")  # jax 0.10; later versions have levels
@@ -157,7 +157,8 @@ def _compiled(program: Program, lowered: Any, chip: Chip, quick: bool, started: 
     flops, size = cost.flops, cost.bytes
     if program.by_hand is not None:
         flops, size = program.by_hand.flops, program.by_hand.bytes
-    # The larger direction counts, because both work at a time. Texts for CPU devices do not name the host's memory.
+    # Only the larger direction counts, because both copy at the same time. Texts for CPU devices do not name the host's
+    # memory.
     copied = max(read, written) if chip.name in GPUS else max(cost.from_host, cost.to_host)
     inside = sum(c.bytes for c in cost.collectives if not c.crosses)
     across = sum(c.bytes for c in cost.collectives if c.crosses)

@@ -29,7 +29,7 @@ from podrl.plan.hlo_text import (
     top_leaves,
 )
 
-# trips(depth): how often a loop of unknown length runs that lies in `depth` other loops of unknown length.
+# trips(depth): number of runs of a loop of unknown length, if it is nested in `depth` other loops of unknown length.
 Trips = Callable[[int], float]
 
 _FREE = frozenset(
@@ -82,7 +82,7 @@ class ProgramCost:
     """Work of one chip in one execution of a program: FLOP, bytes, collectives.
 
     Attributes:
-      flops: operations of matrix products (two per multiply-add), those of attention kernels included.
+      flops: operations of matrix products (two per multiply-add), including the products of attention kernels.
       bytes: bytes that the fused operations read from and write to HBM; an estimate.
       read: part of `bytes` that is read.
       from_host, to_host: bytes that the chip copies from and to the host's memory.
@@ -146,10 +146,10 @@ def cost_of(
     Args:
       text: text of the compiled module (`compiled.as_text()`).
       trips: function that returns how often a loop of traced length runs, by its nesting depth among such loops.
-      named: number of runs of loops directly in a `jax.named_scope`, by name of the scope, instead of the number in the
-        text; number of pages that a kernel of podrl.engine.page_attention reads, by name of the kernel; and number of
-        matrices that the kernel GROUPED reads at most, of all that it is given.
-      slices: number of slices in which the devices named in the text lie, equal parts in their order. The text of the
+      named: numbers that replace numbers in the text, by name. Name of a `jax.named_scope`: runs of the loops directly
+        in it. Name of a kernel of podrl.engine.page_attention: pages that the kernel reads. GROUPED: largest number of
+        its matrices that this kernel reads.
+      slices: number of slices over which the devices in the text are spread, in order and equally. The text of the
         TPU compiler has the devices of one slice; its messages to other slices are found without this number.
     """
     return _Reader(text, trips, named, slices).cost()
@@ -178,7 +178,7 @@ class _Reader:
         return total
 
     def _instruction(self, total: _Sum, i: Instruction, types: Mapping[str, str], depth: int) -> None:
-        if i.opcode in _FREE or i.opcode.endswith(("-done", "-update")):  # parts of what a -start counts
+        if i.opcode in _FREE or i.opcode.endswith(("-done", "-update")):  # counted with their -start
             return
         if i.opcode == "while":
             count = self._trip_count(i, types)
@@ -290,8 +290,8 @@ class _Reader:
     def _fusion_bytes(
         self, i: Instruction, types: Mapping[str, str], body: Sequence[Instruction], inner: Mapping[str, str]
     ) -> tuple[float, float]:
-        """Counts the bytes (read, written) of a fusion: of inputs only the slices that are read, of outputs the updated
-        parts."""
+        """Counts the bytes (read, written) of a fusion: only the slices that it reads of inputs, and only the parts
+        that it updates of outputs."""
         by_name, users = {x.name: x for x in body}, _users(body)
         read = written = 0.0
         for x in body:
@@ -355,7 +355,8 @@ class _Reader:
 
 
 def _unread_bytes(matrices: str, read: float) -> float:
-    """Counts the bytes of the matrices (G, X, Y) in HBM of which a kernel reads `read`, without these; 0 for others."""
+    """Counts the bytes of a stack of matrices (G, X, Y) in HBM without the `read` of them that a kernel reads; 0 for
+    other arrays."""
     dims = dims_of(matrices) if matrices.count("[") == 1 else []
     return hbm_bytes(matrices) * max(0.0, 1 - read / dims[0]) if len(dims) == 3 else 0.0
 
@@ -468,7 +469,7 @@ def _index(x: Instruction) -> int:
 
 
 def _increment(body: Mapping[str, Instruction], index: int) -> int | None:
-    """Reads by how much element `index` of a loop's state grows in its body."""
+    """Reads the number by which element `index` of a loop's state grows in the loop's body."""
     root = next(x for x in body.values() if x.root)
     if root.opcode != "tuple":
         return None

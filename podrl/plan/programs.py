@@ -65,9 +65,9 @@ class Program:
       runs: executions per training step.
       resident: bytes per chip of arrays that stay there while the program runs but are not its arguments.
       trips: trip counts of loops of traced length, see `podrl.plan.hlo.cost_of`.
-      experts: number of experts of a layer on one chip, whose matrices a grouped kernel reads at most; 0 if the kernels
-        are given one layer's experts only, or the model has none.
-      by_hand: counts of work to use instead of the counts from the compiled text; None uses the latter.
+      experts: number of experts of a layer on one chip, the largest number whose matrices a grouped kernel reads; 0 if
+        the kernels get the experts of one layer only, or the model has none.
+      by_hand: counts of work to use instead of the counts from the compiled text; None uses the compiled text.
     """
 
     name: str
@@ -239,7 +239,7 @@ def _decode_work(setting: Setting, mesh: Mesh, steps: int, lanes: float) -> Hand
     # Only the chosen experts compute a lane's token, and experts that no lane has chosen are not read.
     active = weights - routed * (1 - model.chosen_share)
     touched = weights - routed + routed / spread * (1 - (1 - model.chosen_share) ** (lanes * spread))
-    part = lambda heads: heads if heads % tensor else heads // tensor  # noqa: E731  # of a chip: cut only if they divide
+    part = lambda heads: heads if heads % tensor else heads // tensor  # noqa: E731  # a chip's heads, if they can be cut
     attends = [m for m in model.alike() if m.delta is None]
     token = sum(2 * m.num_layers * part(m.num_kv_heads) * m.head_dim for m in attends) * item
     prompt = job.rollout.max_prompt_length / min(job.algo.num_generations, job.rollout.members_per_read)

@@ -98,8 +98,8 @@ def as_mapping(report: PlanReport) -> JsonObject:
 PREDICTED = (
     "No compiler of GPUs is at hand: every program was compiled for CPU devices in their place. Counted from it: "
     "arguments and results (parameters, moments and pages are among them), operations, and the bytes that collectives "
-    "send. Predicted: what a program needs beside them, which is a part of its peak; the bytes that it moves; and all "
-    "seconds, by the vendor's peak figures. A GPU fuses and lays out otherwise: leave a fifth of the memory free."
+    "send. Predicted: the memory that a program needs besides these, a part of its peak; the bytes that it moves; and "
+    "all seconds, by the vendor's peak figures. A GPU fuses and lays out otherwise: leave a fifth of the memory free."
 )
 
 
@@ -223,9 +223,9 @@ def _outlook_line(o: Outlook) -> str:
     return (
         f"Predicted for {o.lengths:,} given lengths (mean {o.mean:.0f}, longest {o.longest}): a step of "
         f"{o.planned.step_s:.4g} s, the trainer idle {o.planned.trainer_idle:.0%} of it, the rollout "
-        f"{o.planned.rollout_idle:.0%}, its lanes busy {o.planned.lanes_busy:.0%} of their decode steps. Of the same "
-        f"{sum(o.chips):,} chips, {own:,} for the trainer would make it {best.step_s:.4g} s, idle "
-        f"{best.trainer_idle:.0%} and {best.rollout_idle:.0%}. The cost is that of the step as planned."
+        f"{o.planned.rollout_idle:.0%}, its lanes busy {o.planned.lanes_busy:.0%} of their decode steps. If of the "
+        f"same {sum(o.chips):,} chips {own:,} were the trainer's, a step would take {best.step_s:.4g} s, the trainer "
+        f"idle {best.trainer_idle:.0%}, the rollout {best.rollout_idle:.0%}. The cost is that of the step as planned."
     )
 
 

@@ -31,7 +31,7 @@ class Speeds:
 
     Attributes:
       decode_s: seconds of a decode step of all lanes.
-      call_s: seconds of a prefill call of all shards, whose rows times their length are about `rollout.prefill_tokens`.
+      call_s: seconds of a prefill call of all shards, of about `rollout.prefill_tokens` tokens (rows times length).
       update_s: seconds of log-probabilities and updates of a batch.
       move_s: seconds of a weight move, in which neither side works.
       begin_s: seconds of a window's other work.

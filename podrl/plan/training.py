@@ -158,8 +158,7 @@ def _layout(batch: Batch[Any]) -> Batch[Layout]:
 
 
 def _with_optional(batch: Batch[PolicyRows], algo: AlgorithmConfig, loss: PolicyLoss) -> Batch[PolicyRows]:
-    """Adds the optional arrays that the loss reads, and those of data sources with settings of their own, to a
-    batch."""
+    """Adds to a batch the optional arrays that the loss reads, and the arrays for sources with their own settings."""
     rows = batch.rows
     like = {rows.mask_BT.dtype: rows.mask_BT, rows.layout.segment_BT.dtype: rows.layout.segment_BT}
     columns: Any = {name: like[jnp.dtype(dtype)] for name, dtype in loss.reads(mixed=len(algo.parts) > 1).items()}
@@ -179,7 +178,7 @@ def _with_teacher(batch: Batch[Any], teacher: Distillation, mesh: Mesh) -> Batch
 
 
 def _columns(batch: Batch[Any], teacher: Distillation, mesh: Mesh) -> tuple[Any, Any]:
-    """Shapes of K ids and K numbers for each token of a packed batch."""
+    """Returns the shapes of K ids and of K numbers for each token of a packed batch."""
     dims = (*batch.rows.layout.tokens_BT.shape, teacher.top_k)
     place = rules.sharding_for(("layers", "batch", "time", "act"), dims, mesh)
     ids, values = (jax.ShapeDtypeStruct(dims, dtype, sharding=place) for dtype in (jnp.int32, jnp.float32))

@@ -346,14 +346,14 @@ def _tensors(setting: Setting, devices: int) -> Sequence[int]:
 
 @dataclasses.dataclass(frozen=True)
 class _Group:
-    """Variants of one mesh and one remat policy, of which the first that fits is the best.
+    """Variants of one mesh and one remat policy, in order: the first that fits is the best.
 
     Attributes:
       variants: variants with micro-batches from the largest down.
       mesh: mesh of all variants.
       family: name of the kind of mesh.
-      spare_of: beginning of names of families: if a mesh of such a family fits, this group is not tried. None for a
-        group that is always tried.
+      spare_of: first letters of families' names: if a mesh of one of these families fits, this group is not tried. None
+        for a group that is always tried.
       last: True if the group is tried after the other groups that are always tried, because its policy keeps least and
         takes longest.
     """

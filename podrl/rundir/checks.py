@@ -1,7 +1,7 @@
 """Checks of a run's records: each finds one kind of problem, at the first step whose numbers show it.
 
-A check looks at one record, and at what `Past` keeps of the records before it. Checks of causes come before checks of
-consequences; docs/doctor.md explains every row.
+A check looks at one record, and at the facts that `Past` keeps about the records before it. Checks of causes come
+before checks of consequences; docs/doctor.md explains every row.
 """
 
 import dataclasses
@@ -106,7 +106,7 @@ def _version(now: LogRecord, past: Past) -> str:
 
 @check(
     "stale beyond the bound",
-    meaning="samples are of older weights than the run allows",
+    meaning="samples come from older weights than the run allows",
     key="raise SECTION.max_staleness, or find out why batches wait",
 )
 def _stale(now: LogRecord, past: Past) -> str:
@@ -170,7 +170,7 @@ def _support(now: LogRecord, past: Past) -> str:
 @check(
     "reward not a number",
     meaning="a reward function returns NaN or infinity, or no sample of the batch has a reward",
-    key="the function named (reward.fns); samples.jsonl has what it was given",
+    key="the named function (reward.fns); samples.jsonl shows the samples that it scored",
 )
 def _reward_finite(now: LogRecord, past: Past) -> str:
     bad = [name for name in now if name.startswith("reward/") and number(now, name) is None]
@@ -213,7 +213,7 @@ def _function_constant(now: LogRecord, past: Past) -> str:
     meaning=(
         "a function that gives 0 to nearly all samples teaches nothing yet. The likeliest reasons: 1. the answers have "
         "not the form that it looks for; 2. it compares with another field of the records than the one that holds the "
-        "reference; 3. the task is too hard for this model. Of a penalty, 0 is the best"
+        "reference; 3. the task is too hard for this model. For a penalty, 0 is the best value"
     ),
     key=(
         "1. data.system_prompt to ask for the form, or algorithm=sft first; 2. the function's arguments, "
@@ -381,7 +381,7 @@ def _nonfinite(now: LogRecord, past: Past) -> str:
 
 @check(
     "no gradient",
-    meaning="samples have weight in the loss and the gradient is 0: the policy stays as it is",
+    meaning="samples have weight in the loss, but the gradient is 0: the policy stays as it is",
     key="SECTION.policy_loss_fn, if it is your own; a clip that holds all tokens (SECTION.epsilon); else report it",
 )
 def _gradient(now: LogRecord, past: Past) -> str:
@@ -472,7 +472,7 @@ def _apart(now: LogRecord, past: Past) -> str:
 
 @check(
     "observations that are not learned",
-    meaning="what the environment answers cannot be predicted, and its gradient disturbs that of the policy",
+    meaning="the environment's answers cannot be predicted, and their gradient disturbs the policy's gradient",
     key="SECTION.observation_coef lower, or 0",
 )
 def _observed(now: LogRecord, past: Past) -> str:
@@ -505,7 +505,7 @@ def _adapters(now: LogRecord, past: Past) -> str:
 @check(
     "adapters not served",
     kind="evaluation",
-    meaning="evaluations of a trained policy give the same to the last digit: the engine serves the base model",
+    meaning="evaluations of a trained policy are equal to the last digit: the engine serves the base model",
     key="rollout.merge_adapters the other way; report it",
 )
 def _served(now: LogRecord, past: Past) -> str:
@@ -526,7 +526,7 @@ def _served(now: LogRecord, past: Past) -> str:
 @check(
     "tools that fail",
     meaning="calls of a tool fail: it is broken, too slow, or the model does not know how to ask",
-    key="the tool (env.tools, env.mcp), env.call_deadline_s, env.concurrency; samples.jsonl has what it answered",
+    key="the tool (env.tools, env.mcp), env.call_deadline_s, env.concurrency; samples.jsonl shows its answers",
 )
 def _tools(now: LogRecord, past: Past) -> str:
     records = [*past.last, now][-WINDOW:]
@@ -646,13 +646,16 @@ def _since_first(
 
 
 def _paying(now: LogRecord, past: Past) -> list[str]:
-    """Names the reward functions, and the environment unless it is that of tools, which never pays."""
+    """Names the reward functions and the environment; but not the environment 'tools', which never gives a reward."""
     names = [name.removeprefix("reward/zero/") for name in now if name.startswith("reward/zero/")]
     return [name for name in names if name != "environment" or past.setting("env.environment", "") != "tools"]
 
 
 def _still(now: LogRecord, past: Past) -> bool:
-    """Returns True if the gradient was 0 in WINDOW steps with samples in the loss that had a signal and a rate."""
+    """Returns True if the gradient was 0 in WINDOW steps, although each step should have changed the policy.
+
+    Each step had samples in the loss, a learning rate above 0, and, except with PPO, a group with unequal rewards.
+    """
     norms, rates = past.recent(now, "actor/grad_norm"), past.recent(now, "actor/lr")
     samples = [count > 0 for count in past.recent(now, "loss/samples")]
     signal = [value < 1 for value in past.recent(now, "reward/groups_without_signal")]
@@ -663,7 +666,7 @@ def _still(now: LogRecord, past: Past) -> bool:
 def _saturated(now: LogRecord, past: Past) -> bool:
     """Returns True if rewards hardly differ any more and are higher than in the first steps.
 
-    Rewards are not saturated where a function pays nothing: then samples have become alike without it.
+    Rewards do not count as saturated if a function gives 0 to nearly all samples: then another function is the reason.
     """
     paying = [name for name in _paying(now, past) if (number(now, f"reward/{name}") or 0) >= 0]
     if any((number(now, f"reward/zero/{name}") or 0) >= UNPAID for name in paying):

@@ -22,7 +22,7 @@ class Finding:
       text: observation, with its numbers.
       meaning: consequence of the observation.
       key: configuration key to change.
-      sample: file, and line if it has lines, of the sample that the finding is about; '' if it is about no sample.
+      sample: file of the sample that the finding is about, with the line if it has lines; '' if there is no sample.
     """
 
     name: str

@@ -93,7 +93,7 @@ class Gauges:
         spent = self._spent
         spent["start"] += sum(values.get(name, 0.0) for name in _BEGINNING)
         spent["evaluation"] += values.get("time/evaluation", 0.0)
-        # An evaluation's record has no time/step, but times between the step (or the start) before it and itself.
+        # The record of an evaluation has no time/step, but the times since the step (or the start) before it.
         if "time/step" not in values:
             spent["checkpoint"] += values.get("time/checkpoint", 0.0)
             counted = (*_BEGINNING, "time/evaluation", "time/checkpoint")
@@ -117,7 +117,7 @@ class Gauges:
 
         Returns:
           perf/* by name: tokens per second and device, GiB (perf/memory_peak), ratios of measured to planned seconds
-          (perf/plan_*), and shares of 1.
+          (perf/plan_*), and shares from 0 to 1.
         """
         self.see(values)
         step = max(values["time/step"], 1e-9)
@@ -146,7 +146,7 @@ def first_start(workdir: pathlib.Path | None, began: float, step: int) -> float:
     """Records this start of the run in starts.jsonl; returns the time of the run's first start, in seconds since 1970.
 
     Args:
-      workdir: the run directory; None for a run without one, whose first start is this one.
+      workdir: the run directory; None for a run without a directory, in which this start is the first.
       began: time of this start, in seconds since 1970.
       step: the step from which this start continues.
     """

@@ -136,8 +136,8 @@ def changes(theirs: ConfigValues, mine: ConfigValues, defaults: ConfigValues) ->
     """Describes the settings that differ between a run and the configuration that would resume it.
 
     Args:
-      theirs: configuration of the run in the directory. A key that it lacks had its default; a section that `mine`
-        lacks was for another algorithm and is ignored.
+      theirs: configuration of the run in the directory. A key that `theirs` lacks had its default; a section that
+        `mine` lacks was for another algorithm and is ignored.
       mine: configuration that would continue the run.
       defaults: defaults of the keys of `mine`, as far as known.
 
@@ -197,7 +197,7 @@ def _in_prompts(values: ConfigValues) -> ConfigValues:
     sections = [values[name] for name in ("grpo", "ppo") if isinstance(values.get(name), Mapping)]
     trainer = values.get("trainer", {})
     size = trainer.get("mini_batch_size") if isinstance(trainer, Mapping) else None
-    # The key policy_loss_args is as old as the unit of prompts.
+    # A configuration with the key policy_loss_args already counts in prompts.
     if not size or not sections or "policy_loss_args" in sections[0]:
         return values
     prompts, rest = divmod(size, sections[0].get("num_generations", 1))

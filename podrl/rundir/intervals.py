@@ -16,9 +16,9 @@ def is_share(name: str) -> bool:
 def share(mean: float, error: float | None, records: float) -> tuple[float, float]:
     """Returns Wilson's score interval (1927) of a share, (low, high) within [0, 1].
 
-    If records have several samples each, the interval is that of as many independent records as would give the same
-    standard error. If all records have the same value, or there is only one record, the error tells nothing, and each
-    record counts once.
+    If records have several samples each, the interval is computed for the number of independent records that would give
+    the same standard error. If all records have the same value, or there is only one record, the error tells nothing,
+    and each record counts once.
 
     Args:
       mean: mean of the records' values, from 0 to 1.
@@ -35,7 +35,7 @@ def share(mean: float, error: float | None, records: float) -> tuple[float, floa
 
 
 def mean(mean: float, error: float | None) -> tuple[float, float] | None:
-    """Returns the normal interval of a mean; None if all records have the same value, which tells nothing of others."""
+    """Returns the normal interval of a mean; None if all records have the same value, which shows no spread."""
     varies = error is not None and error > _ROUNDING * abs(mean)
     return (mean - Z * error, mean + Z * error) if error and varies else None
 

@@ -283,7 +283,7 @@ class LeaseServer(Leases):
         self._ending = ending
         self._members: dict[int, int] = {}  # by host in the job: the step that it has reached
         self._entered: dict[int, int] = {}  # by host: the step at which it joined
-        # By step: makes the answer to a host that joins at that step.
+        # By step: the function that makes the answer to a host that joins at this step.
         self._starts: dict[int, Callable[[], dict[str, Any]]] = {}
         self._change = 0
         self._dropped = 0  # number of the last change that is no longer offered
@@ -311,8 +311,8 @@ class LeaseServer(Leases):
 
         Args:
           step: the step at which the job starts or resumes.
-          start: function that returns the reply to a process that joins at this step. Arrays of the reply are in its
-            entry 'arrays'.
+          start: function that returns the reply to a process that joins at this step. The entry 'arrays' of the reply
+            holds its arrays.
         """
         with self._changed:
             self._begins(step, start)
@@ -347,12 +347,12 @@ class LeaseServer(Leases):
         groups: Sequence[tuple[int, int]],
         position: str,
     ) -> None:
-        """Opens a batch whose samples exist already: gives its leases to the hosts that made them, and announces it.
+        """Opens a batch whose samples exist already: gives its leases to the samples' hosts, and announces the batch.
 
         Args:
           name: name of the task.
           hosts: the host of each place of the batch; only the host that failed if the batch could not be made.
-          joined: True to make one lease of neighbouring places of a host.
+          joined: True to put neighbouring places of the same host into one lease.
           since, groups, position: attributes of the LeasedTask.
         """
         starts = [i for i, host in enumerate(hosts) if not i or not joined or hosts[i - 1] != host]

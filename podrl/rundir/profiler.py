@@ -62,7 +62,7 @@ class Profiler:
         """Returns the (first, last) step that all processes must profile, or None; on the leader only.
 
         Args:
-          step: number of steps done; after a request by `ask` the steps that follow it are profiled.
+          step: number of steps done; if `ask` has requested a profile, the next steps are profiled.
         """
         if self._requested and self._folder is None:
             self.planned = (step + 1, step + _STEPS)

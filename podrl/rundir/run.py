@@ -26,7 +26,7 @@ from podrl.storage.mirror import Mirror
 from podrl.storage.storage import StorageError, check, disk_trouble, is_remote, locate, write_whole
 from podrl.workers.child import refuse_inside
 
-OUTSIDE = "outside"  # folder of the outside answers, which a resumed run reads
+OUTSIDE = "outside"  # folder of the recorded answers of tools and agents, which a resumed run reads
 _PATIENCE_S = 120.0  # time limit for copying the files of a run directory, which are small
 
 
@@ -308,7 +308,7 @@ class Run:
         self.checkpoints = self._checkpoints(savers)
 
     def _last_times(self) -> dict[str, float]:
-        """Returns the seconds of the stages before the first step at the last start of this run, by stage."""
+        """Returns, by stage, the seconds that each stage before the first step took at the last start of this run."""
         earlier = read_metrics(self.workdir) if self.workdir is not None and self.leads else []
         stages = ("start-up", "restoring", "evaluation")
         return {stage: record[name] for record in earlier for stage in stages if (name := f"time/{stage}") in record}

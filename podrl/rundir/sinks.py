@@ -199,7 +199,7 @@ class WandB:
         name = read_id(workdir / "wandb_id") or os.urandom(6).hex()
         self._run = wandb.init(project=project, dir=str(workdir), config=dict(run_config), id=name, resume="allow")
         write_whole(workdir / "wandb_id", name)
-        # W&B drops records of an earlier step than its last, such as those of an evaluation beside training.
+        # W&B drops a record with a lower step than its last one. Evaluations during training write such records.
         self._step = 0
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -28,7 +28,7 @@ class Spans:
     Attributes:
       host: name of the process in its job, such as 'trainer 0'.
       compiled: seconds that all threads have spent compiling so far.
-      send: function that sends spans to the process that writes them, and returns at once; None in that process.
+      send: function that sends spans to the writing process, and returns at once; None in the writing process.
     """
 
     def __init__(self, host: str = "trainer 0"):
@@ -76,7 +76,7 @@ class Spans:
                 heapq.heappop(self._calls)
 
     def _collect_calls(self) -> list[Span]:
-        """Returns the calls since the last time, by start; `left_out` in one of them counts shorter calls left out."""
+        """Returns the calls since the last collection, by start; `left_out` of one counts shorter calls left out."""
         with self._lock:
             calls, count = [span for *_, span in self._calls], self._call_count
             self._calls, self._call_count = [], 0
@@ -133,7 +133,7 @@ class Spans:
 
 
 def rows(spans: Sequence[Span]) -> list[int]:
-    """Returns the row of each span within its lane: 0, except for calls of tools that overlap others on their host."""
+    """Returns the row of each span within its lane: 0, or more for tool calls that overlap other calls on the host."""
     found, ends = [0] * len(spans), {}
     calls = [i for i, span in enumerate(spans) if span["lane"] == TOOLS]
     for i in sorted(calls, key=lambda i: spans[i]["start"]):

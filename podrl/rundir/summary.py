@@ -102,10 +102,11 @@ def keep_evaluation(workdir: pathlib.Path, step: int, means: Mapping[str, Sequen
 
 
 def _paired_changes(workdir: pathlib.Path, first: int, last: int) -> JsonObject:
-    """Returns the paired 95 % interval of the change of each mean between two evaluations, by metric, as 'change', and
-    the metrics that are the same in both evaluations for every record, as 'unchanged'.
+    """Compares two evaluations record by record.
 
-    Both are empty if the records' values of either evaluation are not there or damaged.
+    Returns:
+      {'change': paired 95 % interval of the change of each mean, by metric; 'unchanged': metrics that have the same
+      value in both evaluations for every record}. Both are empty if an evaluation's file is missing or damaged.
     """
     nothing = {"change": {}, "unchanged": []}
     paths = [workdir / _FOLDER / f"{step}.json" for step in (first, last)]

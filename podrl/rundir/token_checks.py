@@ -73,7 +73,7 @@ def _weights(now: LogRecord, past: Past) -> str:
 @check(
     "a token that the trainer does not reproduce",
     kind="trace",
-    meaning="of weights that the trainer still has, it gives a sampled token another probability than the engine did: "
+    meaning="with the same weights, the trainer gives a sampled token another probability than the engine did: "
     "other weights are served, or they are computed in another way",
     key="rollout.data_type=trainer.dtype, float32 for both; SECTION.sampler_correction='tis'",
 )

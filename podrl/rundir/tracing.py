@@ -148,9 +148,9 @@ class Pieces:
         self._before = "" if self._anchor is None else tokenizer.decode([self._anchor])
 
     def __call__(self, token: int) -> str:
-        """Returns the text that a token adds after another token; its name in the vocabulary if it has no text alone.
+        """Returns the text that a token adds after another token; for a part of a character, the token's name.
 
-        Tokens that hold a part of a character have no text alone.
+        A token that is a part of a character has no text alone: its name in the vocabulary is returned.
         """
         text = self._tokenizer.decode([token] if self._anchor is None else [self._anchor, token])
         text = text.removeprefix(self._before)

@@ -41,8 +41,8 @@ from podrl.runtime.request import LateError as LateError
 from podrl.runtime.request import Request
 from podrl.runtime.sockets import listen, raise_descriptor_limit
 
-# Unanswered requests of lane 0 are repeated after so many seconds. It is a precaution: broken connections are noticed
-# without it, and a call stays unanswered for as long as its handler takes.
+# Unanswered requests of lane 0 are repeated after this many seconds. Repeating is a precaution: broken connections are
+# noticed without it, and a call stays unanswered for as long as its handler takes.
 RESEND_S = 60.0
 SILENCE_S = 30.0  # a whole machine must be silent for this long: no compilation delays the threads that send heartbeats
 _HEARTBEATS = 6  # heartbeats within SILENCE_S
@@ -220,7 +220,7 @@ class Channel:
         self._do(lambda: self._link((address, 0)).watch(on_lost, within_s))
 
     def give_up(self, number: str) -> None:
-        """Refuses all requests of an endpoint from now on, also those that already wait for an answer.
+        """Refuses all requests of an endpoint from now on, and all its requests that already wait for an answer.
 
         Args:
           number: attribute `number` of the other endpoint.
@@ -247,7 +247,7 @@ class Channel:
         self._guard.stop()
         self._context.term()
 
-    # On the channel's thread.
+    # Methods that run on the channel's thread.
 
     def _loop(self) -> None:
         now = time.monotonic()

@@ -64,7 +64,7 @@ class Cluster:
         may be a cluster of its own.
       process_count: number of processes in that cluster.
       role: role of this process, 'trainer' or 'rollout', if the platform decides it; None if the configuration does.
-      slice_index: number of this process's slice among those of its role (split) or of the job (multislice).
+      slice_index: number of this process's slice among the slices of its role (split) or of the job (multislice).
       slice_count: number of slices of that role or job.
       coordinator: 'host:port' of process 0 of the cluster, 'unix:FILE' in a pod on one machine; for pathways the
         address of the proxy; '' for a single process.

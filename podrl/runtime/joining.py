@@ -47,7 +47,7 @@ def hosts_of(cluster: Cluster, trainer: str, rollout: str, mesh: str = "auto", e
       trainer: key roles.trainer.hosts of the configuration.
       rollout: key roles.rollout.hosts.
       mesh: key roles.rollout.mesh.
-      evaluates: key roles.eval.hosts; if the platform assigns the roles, some of the hosts that it lets generate.
+      evaluates: key roles.eval.hosts; if the platform assigns the roles, it must name some of the rollout hosts.
 
     Raises:
       ValueError: the hosts do not fit the job, or contradict the roles that the platform has assigned.
@@ -100,7 +100,7 @@ def late_seat(leader: str, environment: Mapping[str, str], deadline_s: float, cl
 
     Args:
       leader: 'host:port' of the leader's endpoint.
-      environment: environment variables, of which PODRL_SECRET or PODRL_SECRET_FILE holds the job's secret.
+      environment: environment variables; PODRL_SECRET or PODRL_SECRET_FILE holds the job's secret.
       deadline_s: the longest wait, in seconds.
       cluster: place of this process among the hosts that join together. If several hosts hold a copy of the weights
         together, the hosts of one cluster get neighbouring seats, in the cluster's order.
@@ -159,8 +159,8 @@ def _secret(environment: Mapping[str, str]) -> str:
             ) from None
     if not secret:
         raise ValueError(
-            "PODRL_SECRET is not set: the processes of a job encrypt what they tell each other with it. Set the same "
-            "random text on all hosts (launch/ does), for example: export PODRL_SECRET=$(openssl rand -hex 16)"
+            "PODRL_SECRET is not set: the processes of a job encrypt their messages to each other with it. Set the "
+            "same random text on all hosts (launch/ does), for example: export PODRL_SECRET=$(openssl rand -hex 16)"
         )
     return secret
 
@@ -251,7 +251,7 @@ def join(cluster: Cluster, seat: Seat, *, deadline_s: float, heartbeat_s: float 
 
 
 def gather_replica(pod: Pod, jobs: str, deadline_s: float) -> str:
-    """Waits for all processes of this one's replica; returns the address for the coordinator of their jax cluster.
+    """Waits for all processes of this process's replica; returns the address for their jax cluster's coordinator.
 
     The head of the replica chooses the address once all of them have asked. It does so only once: a process that asks
     later replaces a lost member of a cluster that still runs. That cluster ends because of the lost member; until then

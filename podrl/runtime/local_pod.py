@@ -63,7 +63,7 @@ class LocalPod:
           environment: environment of every process. The variables that give a process its place are added, and
             PODRL_SECRET and PODRL_CHANNEL if they are missing.
           restarts: number of times, over all processes, that a process that does not train is started again.
-          again: command that starts the job again, for the case that the process that would print it is killed.
+          again: command that starts the job again; printed here if the leader, which would print it, is killed.
         """
         self._again = again
         self._command, self._hosts, self._replace = list(command), hosts, replace_rollouts
@@ -74,7 +74,7 @@ class LocalPod:
         self._children: dict[int, subprocess.Popen] = {}
         self._threads: list[threading.Thread] = []
         self._restarts = restarts  # restarts that are left
-        self._stopping = 0  # number of the signal that asked for the end; 0 if there was none
+        self._stopping = 0  # number of the signal that asked this job to end; 0 if there was none
 
     def run(self) -> int:
         """Starts all processes, waits for them, and returns 0 or the exit code of the first that failed."""
@@ -111,7 +111,7 @@ class LocalPod:
 
     def _wait(self) -> int:
         failed: int | None = None
-        end, silent = float("inf"), False  # silent: the leader, which says what is saved, was killed
+        end, silent = float("inf"), False  # silent: True if the leader was killed and so printed no last words
         while self._children:
             for process, child in list(self._children.items()):
                 code = child.poll()

@@ -30,7 +30,7 @@ class Message:
       value: any value that JSON can hold.
       arrays: arrays of numbers by name; they travel as raw bytes.
       bulk: buffers that are sent without a copy and without a checksum. They must not change until they are sent, and
-        the sender must check them itself, as weights do.
+        their users must check them in another way, as the transfer of weights does.
     """
 
     value: Any = None

@@ -33,7 +33,7 @@ _FAREWELL_S = 5.0  # longest wait for the leader's answer to a process that ends
 _LAST_WORDS_S = 15.0  # time for the others to print why they end, before a failed leader ends
 _OVER_S = 30 * 86400.0  # no real limit: the last evaluation may be long, and a lost leader is noticed anyway
 _OVER_LATE_S = 5.0  # time for a process that takes part in the job to leave by itself
-_LAST_S = 10.0  # time for the thread that knows the job's end to end this process
+_LAST_S = 10.0  # time for the thread that knows why the job ends to end this process
 _OTHERS_S = 30.0  # time for the other processes to leave after the job is over; longest wait for an address
 _LAST_STEP_S = 0.2  # time that a process needs to end after it has closed its connections
 _LOOK_S = 0.5  # time between two checks of a process's address, and of whether another process must be asked
@@ -52,8 +52,8 @@ class Pod:
       leads: True on the leader.
       ids: (process id, machine) of each process by its number; complete on the leader once all have joined, elsewhere
         this process alone.
-      last_words: function that returns the text to print before this process ends because another one has ended: saved
-        step and how to resume.
+      last_words: function that returns the text to print if this process ends because another process has ended: the
+        saved step and how to resume.
       on_lost: function that is called on the leader, on the channel's thread, with the number of a rollout process that
         was lost.
       on_evaluator_lost: function that is called in the same way with the number of a lost evaluation process.
@@ -275,8 +275,8 @@ class Pod:
         size, (part, place) = hosts.replica, divmod(int(request["index"]), hosts.replica)
         if int(request["count"]) % size:
             raise ValueError(
-                f"a copy of the weights lies on {size} hosts together, and {request['count']} join as one cluster: a "
-                f"multiple of {size} must (PODRL_PROCESS_COUNT, or hosts of a slice)."
+                f"a copy of the weights lies on {size} hosts together, and {request['count']} join as one cluster: let "
+                f"a multiple of {size} join (PODRL_PROCESS_COUNT, or hosts of a slice)."
             )
         with self._changed:
             once, left = str(request["once"]), self._parts.get((str(request["cluster"]), part), {})
@@ -379,7 +379,7 @@ class Pod:
     def first_to_fail(self) -> bool:
         """Returns True in the one process that prints the full error of a failing job; the others print one line.
 
-        One error often strikes several processes at once, or reaches them from another process. Call it before `fail`.
+        An error often strikes several processes at once, or reaches them from another one. Call this before `fail`.
         """
         me = Message({"process": self.seat.process})
         if self._ended.is_set():
@@ -392,7 +392,7 @@ class Pod:
             return not self._ended.is_set()
 
     def fail(self, code: int, text: str) -> None:
-        """Tells the other processes that this one ends the job, and why: the first line of `text`."""
+        """Tells the other processes that this process ends the job, and why: the first line of `text`."""
         if self._ended.is_set():
             return
         self._ended.set()
@@ -420,7 +420,7 @@ class Pod:
             return [address for process, address in self._addresses.items() if process != LEADER]
 
     def await_end(self, deadline_s: float) -> None:
-        """Waits for the job to end for a reason that another process knows; if it ends so, this call does not return.
+        """Waits for the job to end for a reason that another process knows; this call returns only if it does not end.
 
         Call it in a process whose failure the leader must handle first, or whose failure probably follows from
         another's.
@@ -453,7 +453,7 @@ class Pod:
             self._leavers.add(process)
             self._changed.notify_all()
         late = process >= self.seat.hosts.count  # the job goes on after any exit code of a host that joined late
-        # If this misses an evaluation, the next start makes it.
+        # If an evaluation is missed because of this, the next start makes it.
         spared = self.seat.hosts.role(process) == EVAL or self._has_others(process)
         stopped = code == EXIT_PREEMPTED and message.value["text"] and spared
         lost = code == EXIT_INFRASTRUCTURE or stopped or (late and code != EXIT_DONE)

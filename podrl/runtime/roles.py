@@ -9,7 +9,7 @@ TRAINER, ROLLOUT, EVAL = "trainer", "rollout", "eval"
 class Hosts:
     """The processes of each role, by number in the job, ascending. A single process both trains and generates.
 
-    Processes that join later are rollouts; their numbers and ranks follow those of the first processes. The processes
+    Processes that join later are rollouts; their numbers and ranks come after all first processes. The processes
     of a replica have neighbouring numbers.
 
     Attributes:

@@ -53,17 +53,17 @@ class Watchdog:
 
     After `stall_s` seconds in one stage it prints the stage, its age and all stacks to stderr, once per stage. After
     four times as long it ends the process with code 42 (infrastructure: restart me), because nothing else would end it.
-    If a stage waits for another process, it says so after a tenth of `stall_s`. The first time that a stage takes more
-    than 3 s, it explains the stage. SIGUSR1 prints the stacks at any time.
+    If a stage waits for another process, the watchdog says so after a tenth of `stall_s`. The first time that a stage
+    takes more than 3 s, it explains the stage. SIGUSR1 prints the stacks at any time.
 
     Attributes:
       wait_sources: functions that describe the waits of this process as text, '' for none; printed with the stage.
       last_words: function that returns the text to print before the process ends: what is saved, and how to resume.
       log: function that prints a line about a stage that takes more than 3 s; None prints nothing.
-      expected: seconds that each stage took when it ran last, as far as known; the line about a slow stage says so.
+      expected: seconds that each stage took when it ran last, if known; the line about a slow stage shows them.
       informs: True in the process that informs the user; only this process reports its waits after a tenth of
         `stall_s`.
-      on_stage_end: function that is called with every stage that has ended: its name, start and end (`time.monotonic`).
+      on_stage_end: function that is called after every stage with the stage's name, start and end (`time.monotonic`).
     """
 
     def __init__(self, stall_s: float):

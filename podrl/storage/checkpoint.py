@@ -337,8 +337,8 @@ class Checkpoints:
         """Agrees with the other saving processes on whether one of them has a problem; a collective.
 
         Returns:
-          `problem` if this process has a problem; a sentence that says so if only other processes have one; '' if none
-          has.
+          `problem` if this process has a problem; a sentence about the others if only another process has one; '' if no
+          process has a problem.
         """
         among = self._processes or tuple(range(jax.process_count()))
         if len(among) < 2:

@@ -1,6 +1,6 @@
 """Names of models and data sets of the Hugging Face hub: pins them, and copies the files to this host.
 
-The name of a model is 'ORG/NAME' or 'ORG/NAME@REVISION', that of a data set 'hf:ORG/NAME[@REVISION][:CONFIG]:SPLIT'.
+A model's name is 'ORG/NAME' or 'ORG/NAME@REVISION'; a data set's name is 'hf:ORG/NAME[@REVISION][:CONFIG]:SPLIT'.
 Files are downloaded to the hub's own cache (HF_HOME), once for all processes of a host; cached files are used when the
 hub cannot be reached. `local` also knows the names of the models that come with podrl.
 """
@@ -24,7 +24,7 @@ _NAME = re.compile(rf"(?P<repo>{_PART}/{_PART})(?:@(?P<revision>[\w.-]+))?")
 _MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja"]
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SUFFIXES = (".parquet", ".jsonl", ".csv")
-# The keys of a configuration that may name repositories, and the lists whose items have a path that may.
+# The keys of a configuration that may name repositories, and the lists whose items may name one in their `path`.
 _KEYS = ("model.path", "model.reference", "model.critic", "reward.model", "tokenizer", "data.path", "data.eval_path")
 _LISTS = ("data.sources", "eval.sets", "model.teachers")
 
@@ -67,7 +67,7 @@ def parse_name(path: str) -> Name | None:
 
 
 def local(path: str) -> str:
-    """Returns the directory of a model of podrl's own or of the hub, after a download if needed; else `path`.
+    """Returns the directory of a model of podrl or of the hub, downloaded if needed; returns any other path unchanged.
 
     Raises:
       ValueError: the hub has no such model, or this account may not read it.

@@ -62,7 +62,7 @@ class Owner:
 
     @classmethod
     def parse(cls, text: bytes) -> "Owner | None":
-        """Parses the result of `text`; returns None for other content, such as that of an interrupted write."""
+        """Parses the result of `text`; returns None for other content, such as after an interrupted write."""
         try:
             return cls(**json.loads(text))
         except (ValueError, TypeError, RecursionError):
@@ -108,7 +108,7 @@ class Lock:
         """Checks that this process still owns the directory.
 
         Raises:
-          ValueError: another process has taken the directory over, because this one did not renew its lease.
+          ValueError: another process has taken the directory over, because this process did not renew its lease.
         """
         if self._new_owner is not None:
             raise ValueError(

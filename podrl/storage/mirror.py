@@ -29,7 +29,7 @@ class Mirror:
     """
 
     def __init__(self, remote: Place, *, folders: Sequence[str] = ()):
-        """Makes the local directory and fetches the files of the remote directory, without those in its folders.
+        """Makes the local directory and fetches the files of the remote directory, but not from its subfolders.
 
         Args:
           remote: the directory in the bucket.
@@ -69,7 +69,7 @@ class Mirror:
         self._thread.start()
 
     def hurry(self) -> None:
-        """Makes changes be copied about a second from now; meant for files that change more often than that."""
+        """Requests a copy about a second from now; meant for files that change more often than once a second."""
         with self._changed:
             self._hurried = True
             self._changed.notify_all()
@@ -110,7 +110,7 @@ class Mirror:
             except Exception as error:  # noqa: BLE001 - whatever storage raises, training must outlive it
                 if not self._failing:
                     _log.error(
-                        "%s cannot be written to (%s): tried again until it can.", self.remote, first_line(error)
+                        "%s cannot be written to (%s): podrl tries again until it can.", self.remote, first_line(error)
                     )
                 self._failing = True
                 time.sleep(_RETRY_S)

@@ -154,7 +154,7 @@ def is_denied(error: BaseException) -> bool:
 
 
 def complete_steps(directory: Place) -> list[int]:
-    """Lists the steps with a complete checkpoint in a directory, oldest first; [] if there is not a directory."""
+    """Lists the steps with a complete checkpoint in a directory, oldest first; [] if the directory does not exist."""
     if not directory.is_dir():
         return []
     named = sorted((int(path.name), path) for path in directory.iterdir() if path.name.isdigit())

@@ -22,7 +22,7 @@ _LOOPBACK = "127.0.0.1"
 def _parser() -> argparse.ArgumentParser:
     parser = Parser("podrl.view", __doc__)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run directories, local or gs://")
-    parser.add_argument("--port", type=int, default=8777, help="0 for any that is free")
+    parser.add_argument("--port", type=int, default=8777, help="0 takes any free port")
     parser.add_argument("--host", default=_LOOPBACK, help="address to listen at; any but loopback asks for a token")
     parser.add_argument(
         "--samples", type=int, metavar="N", help="print the N samples of lowest reward, and serve nothing"
@@ -74,7 +74,7 @@ def _serve(runs: Sequence[RunFiles], host: str, port: int) -> int:
         print(f"{', '.join(run.name for run in runs)}: {address}  (Ctrl-C ends)", flush=True)
         hosts = ["*"] if token else ["127.0.0.1", "localhost", "[::1]"]
         app = application(runs, token=token, hosts=hosts)
-        # uvicorn would use httptools where it is installed, and then bounds no head.
+        # If httptools is installed, uvicorn would use it, and then set no bound on the head of a request.
         config = uvicorn.Config(app, http="h11", log_level="warning", access_log=False)
         uvicorn.Server(config).run(sockets=[listening])
     return 0

@@ -24,8 +24,8 @@ class JsonLinesReader:
         Args:
           path: the file.
           take: function that is called with each object once.
-          forget: function that is called before the file is read again from its start, because it has become shorter,
-            or because it is in a bucket and has changed.
+          forget: function that is called before the file is read again from its start. This happens if the file has
+            become shorter, or if it is in a bucket and has changed.
         """
         self._path, self._take, self._forget = path, take, forget
         self._read, self._start = 0, b""

@@ -20,8 +20,8 @@ def listing(run: RunFiles, count: int) -> str:
     rows = run.found({"sort": "reward"})
     if not rows:
         raise ValueError(
-            f"{run.place} recorded no samples with rewards: log.trace and log.samples_every say which it "
-            "keeps, and training on given answers has none."
+            f"{run.place} recorded no samples with rewards: log.trace and log.samples_every choose the samples that "
+            "a run records, and training on answers of the data has no samples."
         )
     steps = sorted({row["step"] for row in rows})
     at = f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps, {steps[0]} to {steps[-1]}"

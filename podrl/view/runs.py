@@ -375,7 +375,7 @@ def typical_step(spans: Sequence[Span]) -> int:
 
 
 def is_wait(span: Span) -> bool:
-    """Returns True if in a span a process waits for another process, or its loop waits for its own generation."""
+    """Returns True for a span in which a process waits for another process, or its loop for its own generation."""
     return span["name"].startswith("waiting") or (span["lane"] == "loop" and span["name"] == "rollout")
 
 
