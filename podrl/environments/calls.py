@@ -28,7 +28,8 @@ _CALLED = (*_ARGUMENTS, "tool_calls", "function_call")  # keys that a JSON objec
 _SOMETHING_CALLED = re.compile(
     rf"""(?:\[\s*+)?\{{\s*+["']?+(?:name|function|type|tool|tool_name|{"|".join(_CALLED)})["']?+\s*+:"""
 )
-_SET_OFF = re.compile(r"(?:```\w*+|(?<!<answer)>)\s*+\Z")  # a code fence or a tag before JSON: no sentence quotes it
+# A code fence or a tag at the end of the text before a JSON value. Such JSON is not quoted in a sentence.
+_SET_OFF = re.compile(r"(?:```\w*+|(?<!<answer)>)\s*+\Z")
 _BEHIND = " \t\r\n,;"  # characters that may separate two calls
 _BEGIN = re.compile(r"[\[{]")
 _PART = re.compile(
@@ -668,7 +669,7 @@ def _values(text: str, most: int | None = None) -> list[object]:
 
 
 def check_depth(value: object) -> None:
-    """Raises ValueError if arrays and objects nest deeper than `DEPTH`, at which code that recurses could fail."""
+    """Raises ValueError if arrays and objects nest deeper than `DEPTH`, because recursive code could fail on them."""
     level = [value] if isinstance(value, dict | list) else []
     for _ in range(DEPTH):
         level = [
@@ -712,7 +713,7 @@ def _in_other_tags(visible: str, tools: Sequence[str]) -> bool:
 
 
 def _kinds(property_: object) -> list[object]:
-    """Lists the types that a property of a schema allows, without the values that the schema enumerates."""
+    """Lists the types that a property of a schema allows; none for a schema that enumerates its values."""
     if not isinstance(property_, Mapping) or "enum" in property_:
         return []
     kind = property_.get("type")

@@ -1,4 +1,4 @@
-"""Starts the front's process, opens and closes its keys, and passes requests and answers."""
+"""Runs the front, the process of the agents' HTTP endpoint: opens and closes keys, passes on requests and answers."""
 
 import asyncio
 import dataclasses

@@ -126,7 +126,7 @@ class Client:
                 content.clear()
             else:
                 content += piece
-            # Also after the last piece, because a connection that does not read notices no client that hangs up.
+            # Resumed after the last piece, too: a connection that does not read does not notice that a client hangs up.
             self._connection.resume()
             if self._complete or length > max_bytes:
                 return content, length
@@ -234,7 +234,7 @@ class Connection(asyncio.Protocol):
 
     def _new_parser(self) -> httptools.HttpRequestParser:
         parser = httptools.HttpRequestParser(self)
-        # Otherwise a request behind the last one of a connection would fail that one too.
+        # Otherwise a request that follows the last request of a connection would make the last request fail, too.
         parser.set_dangerous_leniencies(lenient_data_after_close=True)
         return parser
 
@@ -314,8 +314,8 @@ class Connection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as offer:
-            # The client offers another protocol, as the first request of Java's does. The parser skips the body of such
-            # a request, so another parser gets the request without the offer.
+            # The client offers another protocol, as Java's client does in its first request. The parser skips the body
+            # of such a request, so another parser gets the request without the offer.
             if self._headers.pop(b"upgrade", None) is None:
                 self._refuse("The server opens no tunnels: send no CONNECT.")
                 return
@@ -325,7 +325,7 @@ class Connection(asyncio.Protocol):
             self._parser = self._new_parser()
             self.data_received(b"\r\n".join([*head, b"", b""]) + data[offer.args[0] :])
         except httptools.HttpParserError as error:
-            # The context is the error of `on_headers_complete`.
+            # If `on_headers_complete` raised an error, that error is the context of this one.
             self._refuse(str(error.__context__ or f"The request is not HTTP/1.1: {error}."))
         else:
             if self._unparsed > _MAX_HEAD:
@@ -350,7 +350,7 @@ class Connection(asyncio.Protocol):
         self._url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Takes a header, or a trailer of a body, which is dropped."""
+        """Stores a header; drops a trailer of a body."""
         if self._client is None:
             self._headers[name.lower()] = value
 
@@ -368,7 +368,7 @@ class Connection(asyncio.Protocol):
         if len(self._clients) > 1:
             self._transport.pause_reading()
         if len(self._clients) > _MAX_WAITING:  # many requests came in one piece
-            # The parser fails with an HttpParserError.
+            # The parser turns this error into an HttpParserError.
             raise ValueError(f"More than {_MAX_WAITING} requests wait for the response to an earlier one: send fewer.")
 
     def on_body(self, piece: bytes) -> None:

@@ -41,7 +41,7 @@ _DIALECTS: Mapping[str, Any] = {
 _TYPED = ("/v1/responses", "/v1/messages")  # paths whose errors and events have a field `type`
 _JSON = "application/json"
 # Many clients split a stream at every character that Unicode calls the end of a line, as str.splitlines does. JSON
-# escapes the other ones.
+# escapes the other line ends.
 _LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
 # Headers of the page.
 _NO_SCRIPTS = (
@@ -255,7 +255,7 @@ class Endpoint:
         answered = (old for old in episode.exchanges.values() if old.delivered and not old.clients)
         for old in list(itertools.islice(answered, max(len(episode.exchanges) - _KEPT, 0))):
             self._forget(episode, old)
-        # Not `asdict`, which copies every message: that was an eighth of this process's time.
+        # Not `asdict`, which copies every message: the copies took an eighth of this process's time.
         fields = {**vars(request), "model_request": vars(request.model_request)}
         self._send({"request": exchange.number, "episode": episode.name, "fields": fields})
         # After `_send`, so that no retry joins a request that could not be written.
@@ -263,7 +263,7 @@ class Endpoint:
         return exchange
 
     def _on_client_done(self, episode: _Episode, exchange: _Exchange) -> None:
-        """Cancels a request after its last client has hung up, unless a retry joins it within the grace."""
+        """Cancels a request after its last client has hung up, unless a retry joins it within `grace_s` seconds."""
 
         def cancel_if_unread() -> None:
             if not exchange.clients and not exchange.delivered and exchange.number in self._exchanges:

@@ -95,7 +95,7 @@ class Journal:
         return None
 
     async def add(self, task: Task, number: int, description: str, answer: JsonObject) -> None:
-        """Records the answer to a request; the arguments are those of `find`, and the answer as JSON values."""
+        """Records `answer`, JSON values, as the answer to a request; see `find` for the other arguments."""
         record = {
             "index": task.index,
             "sample": task.sample,

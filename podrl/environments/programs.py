@@ -76,7 +76,7 @@ class _Session:
     """The requests of one episode.
 
     Attributes:
-      model: answers one request at a time.
+      model: model of the episode, which answers one request at a time.
       failed: future that gets the episode's AgentFailure, if the episode fails; set once.
       turn: lock of the model.
       open: requests whose answers have not arrived yet.
@@ -114,8 +114,8 @@ class ProgramEnvironment:
     """Runs an episode for each task in a process of the user's program.
 
     A process runs one episode at a time, and then takes the next task. It reads one JSON object per line, a task with
-    the endpoint's address and the key of this episode, and answers with one JSON object per line. podrl.agent is the
-    other side.
+    the endpoint's address and the key of this episode, and answers with one JSON object per line. podrl.agent has the
+    program's side of this protocol.
     """
 
     def __init__(self, config: EnvironmentConfig, folder: str) -> None:
@@ -188,7 +188,10 @@ class ProgramEnvironment:
                 session.failed.cancel()
 
     async def _keep_process(self, runner: "_Runner") -> None:
-        """Keeps a process for the next episode; ends it if enough wait, as after a window in which episodes rested."""
+        """Keeps a process for the next episode; ends it if env.processes idle processes are kept already.
+
+        There are more processes after a window in which episodes rested.
+        """
         if len(self._idle) < self._config.processes:
             self._idle.append(runner)
         else:
@@ -345,7 +348,7 @@ class _Runner:
 
         A key never goes into the arguments of the command, which all users of the machine can read.
         """
-        # It begins with the mark of this worker, whose end also ends the program.
+        # The mark begins with the mark of this worker, so that the end of the worker also ends the program.
         mark = f"{os.environ.get(leftovers.MARK, '')}{secrets.token_hex(8)}."
         process = await asyncio.create_subprocess_exec(
             *command,
@@ -417,7 +420,7 @@ def _missing_code(arguments: list[str]) -> str:
         case ["-m", module, *_]:
             try:
                 found = importlib.util.find_spec(module) is not None
-            except ModuleNotFoundError:  # a package in front of a dot
+            except ModuleNotFoundError:  # a package before a dot does not exist
                 found = False
             except Exception:  # noqa: BLE001 - find_spec imports the package, whose error the program itself shows
                 found = True
@@ -426,10 +429,10 @@ def _missing_code(arguments: list[str]) -> str:
 
 
 def _check(request: ParsedRequest) -> None:
-    """Refuses what training cannot honour.
+    """Refuses a request that training cannot honour.
 
     Raises:
-      RefusedRequest: names the field.
+      RefusedRequest: a field cannot be honoured; the message names the field.
     """
     if (samples := request.model_request.samples) > 1:
         why = f"n={samples} is not served in training: make {samples} requests."

@@ -33,7 +33,7 @@ class Task:
       seed: seed derived from the sample's random key, so that a resumed run uses the same one; 0 to 2^32 - 1.
       index: position of the prompt in the data stream since step 0.
       sample: number of the sample among the samples of its prompt, from 0; -1 for a greedy sample.
-      step: number of training steps before this one's.
+      step: number of training steps before the step of this sample.
       mode: 'train' or 'eval'.
     """
 
@@ -167,5 +167,5 @@ class Environment(Protocol):
     """
 
     async def run(self, task: Task, model: Model) -> Result | None:
-        """Plays one episode. To return None is to return `Result()`. An error other than `Ended` ends the job."""
+        """Plays one episode. None as the result means `Result()`. An error other than `Ended` ends the job."""
         ...

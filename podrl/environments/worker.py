@@ -175,7 +175,7 @@ class RemoteModel:
         self._rewards.append((int(number), reward))
 
     def news(self) -> JsonObject:
-        """Returns the requests that were dropped, and the rewards that were given, since the last call."""
+        """Returns the requests that were dropped and the rewards that were added since the last call of `news`."""
         news = {"dropped": self._dropped, "rewards": self._rewards}
         self._dropped, self._rewards = [], []
         return news
@@ -348,7 +348,7 @@ class _Worker:
             del self._models[attempt], self._tasks[attempt]
 
     def _environment_of(self, task: Task) -> Any:
-        """Gets the environment that the task's field `env` names, or else env.environment; a new object of a class."""
+        """Returns the environment that the task's field `env` names, else env.environment; a class is instantiated."""
         environment = self._environments.get(str(task.fields.get("env")), self._environments[self._config.environment])
         return environment() if inspect.isclass(environment) else environment
 
@@ -362,10 +362,10 @@ def _environment(name: str, spec: Mapping[str, str] | None, config: EnvironmentC
 
 
 def _check_playable(environment: Any) -> None:
-    """Checks that an episode can make an object of a class without arguments, and can call `run(task, model)` of it.
+    """Checks that an environment has `async def run(task, model)` and, if it is a class, needs no arguments.
 
     Raises:
-      LoadError: it cannot; the message says why.
+      LoadError: an episode cannot use the environment; the message says why.
     """
     if inspect.isroutine(environment):
         raise LoadError(
