@@ -164,7 +164,7 @@ class Branches:
         self._histories: dict[str, Histories] = {}
         self._append = append
         self._branches: list[_Branch] = []
-        self._tracks: list[Track] = []  # of all branches, also of asides and of branches without answers
+        self._tracks: list[Track] = []  # tracks of all branches, including asides and branches without answers
         self._answers: list[_Answer] = []
         self._asides = 0
         self._opened: collections.Counter[bytes] = collections.Counter()
@@ -181,7 +181,7 @@ class Branches:
 
     @property
     def drawn(self) -> int:
-        """Number of tokens that the model has drawn in all branches, with asides and answers that were dropped."""
+        """Number of tokens that the model has drawn in all branches, including asides and answers that were dropped."""
         return sum(track.sampled for track in self._tracks)
 
     def add_request(
@@ -203,7 +203,7 @@ class Branches:
           strings: stop strings of ordinary text.
           ids: token ids that end the answer, besides the end of the model's turn.
           urgent: True if a new branch gets a lane before samples that are not urgent.
-          leaves: value of `drawn` at which the episode leaves the session; None for never.
+          leaves: value of `Branches.drawn` at which the episode leaves the session; None for never.
           drawn: recorded answer (podrl.rollout.partial.pack_turn) that the branch takes over; the engine samples its
             remaining tokens if it has not ended. An answer with a hash of its request (`read_record`) is taken over
             only if it answers this request. If the request opens a branch, `routes` has the branch's routes, if they
@@ -274,12 +274,12 @@ class Branches:
         return tokens[known:]
 
     def enter(self, session: Session, leaves: int | None, *, urgent: bool) -> None:
-        """Goes on with the newest answer in a session, if it has not ended; arguments are those of `add_request`."""
+        """Continues the newest answer in a session, if the answer is not complete; see `add_request` for arguments."""
         if self.current is not None and self.current.track.paused is None and self.current.track.stop is None:
             self._seat(session, self.current.track, leaves, urgent=urgent)
 
     def leave(self, session: Session) -> None:
-        """Takes all branches out of the session, so that another session goes on with them."""
+        """Takes all branches out of the session, so that another session can continue them."""
         for track in self._tracks:
             if track.stop is None:
                 session.hold(track)
@@ -373,7 +373,7 @@ class Branches:
           is the first branch if that branch began with the data's prompt, else the prompt alone. The record is None if
           no branch is trained. If there are several branches, the first turn of each has the field `branch`: the
           number of its piece, the reason why it was opened (`Fork`), the piece of the earlier branch that shares the
-          most first tokens with it (None for none), and their number.
+          most first tokens with it (None if no branch shares any), and the number of these tokens.
         """
         for track in self._tracks:
             if track.stop is None:
@@ -535,8 +535,9 @@ def read_record(rows: Sequence[Sequence[Any]], record: Track) -> list[TurnRecord
     """Reads the answers that `Branches.record` recorded.
 
     Returns:
-      Each answer as `Branches.add_request` takes it over: as podrl.rollout.partial.pack_turn packs it, with `request`,
-      the hash of the request, and `routes`, the routes of the branch that the request opened, or None.
+      Each answer in the form of the argument `drawn` of `Branches.add_request`: the result of
+      podrl.rollout.partial.pack_turn, with `request` (hash of the request) and `routes` (routes of the branch that the
+      request opened, or None) added.
     """
     answers, first, known = [], 0, 0
     for request, count, paused, routed in rows:

@@ -69,7 +69,7 @@ class TokenClock:
         """Does nothing, as this clock has no journal."""
 
     def quantum(self, step: int) -> int:
-        """Returns the tokens that a sample draws in a window, if its batch is begun when `step` steps are done."""
+        """Returns the number of tokens that a sample of a batch begun after `step` steps draws in each window."""
         if self._fixed is not None:
             return self._fixed
         tokens = _SHARE * max(self.state(step), default=self._limit) / max(self._windows, 1)
@@ -178,13 +178,13 @@ _G = TypeVar("_G")
 
 
 class WallClock:
-    """Makes each batch of the groups that end first, and repeats the decisions that are in its journal.
+    """Makes each batch from the groups that end first, and repeats the decisions that are in its journal.
 
     After step s, a group with a token older than version s - S is dropped, and its prompt is submitted again under new
     random keys. The last step that may train on such a repeated group waits for it, so no prompt is repeated for ever.
 
-    With dynamic sampling, a group whose rewards are all equal is dropped, and the batch's step opens a prompt in
-    reserve in its place. The journal has the dropped groups with the batch.
+    With dynamic sampling, a group whose rewards are all equal is dropped, and a prompt from the reserve of the batch's
+    step is opened in its place. The journal's line of the batch lists the dropped groups.
     """
 
     anew = True  # a host that takes a group over begins it again, unless the journal has the group
@@ -198,8 +198,8 @@ class WallClock:
           journal: file of decisions; decisions in it are repeated, new decisions are added.
           staleness: S, the age in versions that a token may have.
           place: directory of the run, for messages.
-          replaced: number of samples that the loss loses with a group that dynamic sampling replaces; 0 without dynamic
-            sampling.
+          replaced: number of samples that the loss loses with each group that dynamic sampling replaces; 0 without
+            dynamic sampling.
         """
         self._journal, self._staleness, self._place, self._replaced = journal, staleness, place, replaced
         self._cancelled = 0  # number of groups that became too old for the newest step
@@ -326,7 +326,7 @@ class WallClock:
         return known["queue"]
 
     def _replacements(self, chosen: Sequence[Candidate]) -> dict[str, float]:
-        """Returns the metrics of dynamic sampling for a batch; they have the same names as by tokens."""
+        """Returns the metrics of dynamic sampling for a batch, under the same names as under the token clock."""
         count = len(self._dropped)
         metrics = {
             "dynamic_sampling/groups_drawn": float(len(chosen) + count),

@@ -534,7 +534,7 @@ class EpisodePlayer:
         self._host.rest(self._first + b)
 
     def _leaves(self, episode: Episode) -> int | None:
-        """Returns how many tokens the branches of an episode have drawn when it leaves the session; None for never."""
+        """Returns the value of `Branches.drawn` at which an episode leaves the session; None for never."""
         return None if self._budget.quantum is None else episode.entered + self._budget.quantum
 
     def _drop_recorded_answers(self, b: int) -> None:
@@ -556,7 +556,7 @@ class EpisodePlayer:
     def _join(self, episode: Episode) -> None:
         """Joins all branches of an episode into one completion."""
         if episode.branches is not None:
-            # First, because `joined` may copy the records of turns.
+            # Rewards are placed before `joined` is called, because `joined` may copy the records of turns.
             episode.rewards = episode.branches.place_rewards()
             episode.track, episode.piece, episode.turns = episode.branches.joined(self._session)
 
@@ -605,7 +605,7 @@ class EpisodePlayer:
             # are not in the loss. The sample drops it, so that the sample of a repeated run is the same.
             episode.track, episode.branches, episode.piece, episode.turns = None, None, [], []
         if failed:
-            episode.rewards = []  # rewards that an episode got before it was lost would look like its whole reward
+            episode.rewards = []  # otherwise rewards of turns before the failure would look like the whole reward
         self._reward(b, 0.0 if end.reward is None else end.reward, whole=True)
         if end.reward is not None or episode.rewards:
             episode.reward = sum((reward for _, reward in episode.rewards), 0.0)

@@ -222,7 +222,7 @@ class Pace:
         # Samples in the dispatch that was read last, how many of them paused, and the time when it was read.
         self._samples, self._paused, self._since = 1, 0, 0.0
         self._shares = collections.deque([0.25], maxlen=8)  # share of a dispatch's samples that left their lanes
-        self._failed = self._rest = 0  # trials in a row that did not pay; dispatches until the next trial
+        self._failed = self._rest = 0  # number of trials in a row that did not pay; dispatches until the next trial
 
     def read_first(self) -> bool:
         """Returns True if the dispatch in flight should be read first, so that paused samples can be answered."""
@@ -287,10 +287,10 @@ def _poll(env_client: EnvironmentClient, players: Sequence[Player], wait_s: floa
 
 
 def _listen(session: Session, env_client: EnvironmentClient, players: Sequence[Player], most_s: float) -> None:
-    """Handles messages of environments, and waits for them only if the device is idle.
+    """Handles messages of environments, and waits for more while the device needs no new dispatch.
 
-    The wait for the first message takes at most `most_s` seconds, and the wait for further messages a moment. If no
-    message comes, `env_client.waits_for` names the environments that the samples wait for.
+    If the device is idle, the wait for the first message takes at most `most_s` seconds, and each further wait at most
+    `_BUNCH_S`. If the device stays idle, `env_client.waits_for` names the environments that the samples wait for.
     """
     idle = not session.busy
     count = _poll(env_client, players, most_s if idle else 0.0)
