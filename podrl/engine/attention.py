@@ -337,7 +337,7 @@ def _blocks(
 ) -> PartialSoftmax:
     """Computes the partial results of `total` reads block by block into `scratch`.
 
-    The entries after them are stale: values of an earlier layer or step.
+    Entries of `scratch` after these reads keep stale values of an earlier layer or step.
     """
 
     def body(i: Array, parts: PartialSoftmax) -> PartialSoftmax:

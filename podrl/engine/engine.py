@@ -1,4 +1,4 @@
-"""Device programs of the decode engine, over pools on the rollout mesh: JetStream's prefill, insert and generate."""
+"""Device programs of the decode engine, over pools on the rollout mesh: prefill, insert and generate (as JetStream)."""
 
 import dataclasses
 import functools
@@ -228,7 +228,7 @@ class Engine:
         return SampledTokens(row, drawn, row, row, row, row)
 
     def _manual(self, spec: Spec) -> Spec:
-        """Drops the axis `tensor` from a spec: XLA partitions the programs over it, and they handle the other axes."""
+        """Drops the axis `tensor` from a spec: XLA partitions the programs over `tensor`, but over no other axis."""
         kept = [
             tuple(a for a in ((e,) if isinstance(e, str) else e or ()) if a != "tensor") or None for e in tuple(spec)
         ]
@@ -564,7 +564,7 @@ class Engine:
         return state, out
 
     def _any(self, live_R: Array) -> Array:
-        """Returns True while a shard still samples, among the shards whose loops must all take equally many steps."""
+        """Returns True while this shard, or a shard that must run equally many decode steps, has a live lane."""
         alive = jnp.any(live_R)
         # A collective deadlocks unless all its shards run it equally often. Shards gather weights over fsdp and
         # exchange tokens over expert; with tensor > 1 XLA places collectives, so all shards take the same number of

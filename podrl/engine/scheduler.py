@@ -17,8 +17,8 @@ import numpy as np
 from podrl.engine.reads import LaneReads, Page, ReadShape
 from podrl.engine.records import DispatchPlan, Feed, Fill, PoolShape, PromptRow, Sample, Status, StoreMove, TokenStore
 
-# Prompts are prefilled ahead while a shard has fewer waiting samples than this factor times its lanes, or than the
-# call's rows.
+# Prompts are prefilled ahead while a shard has fewer waiting samples than this factor times its lanes, or times the
+# call's rows if they are more.
 _AHEAD = 2
 
 
@@ -180,9 +180,9 @@ class Scheduler:
     def pause(self, handle: int, *, position: int) -> list[TokenStore]:
         """Takes a sample out of its lane until `resume`; keeps the cache of its tokens before `position`.
 
-        In models with linear attention (`PoolShape.slots`) it keeps no token's cache, and all tokens are fed again. A
-        memory cannot be cut back to an earlier position. And only the sample itself, not its neighbours, may decide
-        which tokens are fed again, because feeding a token again changes the last bits of all logits after it.
+        In models with linear attention (`PoolShape.slots`) no cache is kept, and all tokens are fed again, because a
+        memory cannot be cut back to an earlier position. Which tokens are fed again must depend on the sample alone and
+        not on its neighbours, because feeding a token again changes the last bits of all logits after it.
 
         Returns:
           A list with the sample's store if the store's copy on the host is now useless; else an empty list.

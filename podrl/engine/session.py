@@ -67,9 +67,9 @@ class Track:
         `first` on.
       epoch: number of pauses so far. A dispatch launched before a pause may have decoded beyond it; the epoch at the
         launch shows that these results are void.
-      breaks: numbers of sampled tokens at which the sample continued in another session under the same weights. Prefill
-        computed its keys and values anew at these points, and its last bits differ from decoding's, so a repetition
-        must break at the same points.
+      breaks: numbers of sampled tokens at which the sample continued in another session under the same weights. There,
+        prefill computed the keys and values of its tokens anew, and prefill's results differ from decoding's in the
+        last bits, so a repetition must break at the same points.
       recording: True to record the experts that the sample's tokens take.
       routes: experts of the tokens of prompt and completion, as in `Rollouts.route_BTX`, when it last left a session.
         Every session computes all tokens anew, so each token has the experts of its newest computation. None before
@@ -240,8 +240,8 @@ class Session:
           tracks: records of the samples.
           pieces: number of groups of samples that may run on different shards (`Scheduler.add`).
           urgent: True if these samples get lanes before samples that are not urgent.
-          shared: True if these samples read the pages of equal prompts that were submitted as `shared` before and are
-            still there; else their prompt is prefilled for them.
+          shared: True if these samples read the prompt pages of earlier `shared` samples with the same prompt, as long
+            as these pages exist; if False, their prompt is prefilled for them.
         """
         for track in tracks:
             track.handle, track.held = self._count, False

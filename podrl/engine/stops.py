@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 
 _PARTIAL = "\ufffd"  # the character that decoders write for bytes that are not (yet) a character
-# Number of characters at the tail's ends that may differ in the whole text, because of cut characters or a stripped
-# space.
+# Number of characters at the ends of the tail's text that may differ from the whole text, because a character is cut or
+# a space is stripped.
 _EDGE = 8
 
 
