@@ -206,7 +206,7 @@ class OpenBatch:
         Args:
           sample: index of the sample in the batch.
           completion: text to be scored.
-          fields: values that are known only after the sample's end; every sample has the same names.
+          fields: fields that are known only after the sample's end, by name; every sample must have the same ones.
         """
         self._end(sample, (completion, fields))
 

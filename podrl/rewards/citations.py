@@ -19,7 +19,7 @@ _WORD = re.compile(r"\d++(?:[.,]\d++)*+|[^\W\d_]++")
 def citations(
     prompts: Sequence[str], completions: Sequence[str], sample_text: Sequence[str], **fields: object
 ) -> list[float]:
-    """Scores the share of an answer's cited statements that the cited documents support, from 0 to 1; 0 without one.
+    """Scores the share of an answer's cited statements that the cited documents support, 0 to 1; 0 if it cites nothing.
 
     A statement is supported if every id in its tag is the id of a document that a tool returned in this sample, and if
     these documents have every number of the statement and at least half of its other words. Ids are separated by

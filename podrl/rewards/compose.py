@@ -54,14 +54,14 @@ class RewardConfig:
         records of this data set, and gives 0 to all other samples.
       weights: weight of each function, in the order of `fns`; empty for 1 each.
       named: further functions, with weight 1. Such a function scores only records that name it in the field
-        `reward_fns`; records of a source with a `reward` in data.sources do. A record that names functions is scored by
-        these functions only.
-      calls: samples that a function always gets in one call: a 'sample', the 'group' of a prompt, or the 'batch'. With
+        `reward_fns`. The records of a source with a `reward` in data.sources have this field. A record that names
+        functions is scored by these functions only.
+      calls: samples that a function always gets together: one 'sample', the 'group' of a prompt, or the 'batch'. With
         'sample' and 'group' a function is called while other samples are still generated; with 'batch' training waits
         for the call. A function without a file and a name, such as a lambda, always gets whole batches.
-      deadline_s: longest time of a call of a function, seconds. A call that takes longer is repeated sample by sample.
-        A sample that takes longer alone gets the reward of an empty completion. If a service that a function needs is
-        away, the function is called again until this time has passed.
+      deadline_s: longest time of a call of a function, seconds. If a call takes longer, each of its samples is scored
+        in a call of its own. A sample whose own call takes longer gets the reward of an empty completion. If a service
+        that a function needs is away, the function is called again until this time has passed.
       workers: number of processes that run the functions.
       dataset_field: name of the field with the name of a record's data set.
       model: directory of a reward model (sequence classification with one label), whose score is added; '' for none.
@@ -117,8 +117,9 @@ class _Function:
 
     Attributes:
       name: name in metrics and messages, different from those of all other functions.
-      spec: module or file, and name, by which a worker imports the function. If it has 'settings', the name is that of
-        a class, of which the worker makes an instance with these settings. None if the function runs in this process.
+      spec: module or file, and name, by which a worker imports the function. If the spec has 'settings', the name is
+        the name of a class, which the worker instantiates with these settings. None if the function runs in this
+        process.
       here: the Python function, if it runs in this process; else None.
       dataset: name of the data set whose records the function scores; '' for all data sets.
       spec_text: the function as the configuration or a record's `reward_fns` names it.
@@ -144,7 +145,7 @@ class _Function:
         return f"{self.key}: {text}"
 
     def scores(self, names: Sequence[str] | None) -> bool:
-        """Returns True if the function scores a record with `names` in its field `reward_fns`, of any data set.
+        """Returns True if the function scores a record with `names` in its field `reward_fns`, whatever its data set.
 
         Args:
           names: names of functions; None or empty if the record has no such field.
@@ -499,8 +500,8 @@ class Rewards:
     def _scored(self, function: _Function, part: RewardCall) -> list[float]:
         """Scores samples in one call, or in one call per sample if the call is late or its worker dies.
 
-        A sample that takes longer than the deadline alone gets the reward of an empty completion. A sample on which the
-        worker dies twice gets NaN, and is left out of the loss.
+        A sample whose own call takes longer than the deadline gets the reward of an empty completion. A sample on which
+        the worker dies twice gets NaN, and is left out of the loss.
         """
         limit, samples = self._config.deadline_s, range(len(part.completions))
         try:

@@ -298,10 +298,10 @@ class _Side:
 
     Attributes:
       numbers: every number that is written in the text, in the order of the text.
-      calculates: the text is a calculation and not a plain number: operators join two numbers, or it has an unknown,
-        a constant or a function.
-      explains: the text names a unit or a thing, as '2 hours' does, so its number may differ from the next side's ('2
-        hours = 120 minutes'). False if 'or', 'and', a comma or a semicolon lists several things.
+      calculates: True if the text is a calculation and not a plain number: operators join two numbers, or the text has
+        an unknown, a constant or a function.
+      explains: True if the text names a unit or a thing, as '2 hours' does, so its number may differ from the number of
+        the next side ('2 hours = 120 minutes'). False if 'or', 'and', a comma or a semicolon lists several things.
     """
 
     def __init__(self, text: str) -> None:

@@ -107,7 +107,7 @@ def accuracies(completion: str, truth: object, *, has_format: bool = True) -> di
     Returns:
       1.0 or 0.0 for each of: 'answer' (the same number, or the same text if the reference is not a number), 'partial'
       (the answer is right, or the ratio of the numbers is within 0.9-1.1), and, if `has_format`, 'format' (the
-      completion has the exact format). If there are several references, any of them will do.
+      completion has the exact format). If there are several references, it is enough to match one of them.
     """
     answer = last_answer(completion)
     guess = None if answer is None else read(answer)

@@ -30,7 +30,7 @@ class TextConfig:
     Attributes:
       extract: regular expression whose last match in the completion is the answer, by its first group if it has one; a
         completion without a match scores 0. '' takes the whole completion.
-      answer: the record's field with the reference: a text, or a list of texts of which any will do.
+      answer: the record's field with the reference: a text, or a list of texts, each of which is accepted.
       normalise: True to ignore case, punctuation and articles, as SQuAD does.
       choices: the letters that an answer to a multiple-choice question may name.
       pattern: regular expression that 'regex' searches for in the answer; '' takes the record's field 'pattern'.
@@ -281,7 +281,7 @@ class TextReward:
         return rewards
 
     def _references(self, value: Any) -> Sequence[Any]:
-        """Returns one record's references, of which the best counts: a list of texts, or one JSON schema as an object.
+        """Returns one record's references: a list of texts, or a list with one JSON schema; the best score counts.
 
         Args:
           value: content of the record's field.

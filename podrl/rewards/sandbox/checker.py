@@ -141,7 +141,7 @@ def _read(descriptor: int, end: float, most: int) -> str | None:
 
 
 def _lines(text: str) -> list[str]:
-    """Lines without the space at their ends; empty lines at the end of the text do not count."""
+    """Splits a text into lines without the space at their ends; drops empty lines at the end of the text."""
     lines = [line.rstrip() for line in text.splitlines()]
     while lines and not lines[-1]:
         lines.pop()
@@ -223,7 +223,7 @@ class _Remote:
         return {name: self._local(value) for name, value in names.items()}
 
     def ask(self, operation: str, arguments: Sequence[object], keywords: Mapping[str, object]) -> object:
-        """Sends an operation to the program's process, which carries it out; mutable arguments take their new values.
+        """Has the program's process carry out an operation; then mutable arguments get the values that it left in them.
 
         Args:
           operation: name of the operation, see `podrl.rewards.sandbox.program`.
