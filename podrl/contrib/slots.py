@@ -349,7 +349,7 @@ class SlotEngine:
         if len(self._eos_ids) + len(sampling.stop_ids) > STOP_IDS:
             raise ValueError(f"{sampling.stop_ids=} and eos: at most {STOP_IDS} ids may end a sample.")
         if sampling.stop_strings:
-            raise ValueError(f"{sampling.stop_strings=}: this interface returns tokens, so its caller must look.")
+            raise ValueError(f"{sampling.stop_strings=}: this interface returns tokens; look for texts in the caller.")
         limit = self.config.max_tokens_to_generate if sampling.max_new is None else sampling.max_new
         return dataclasses.replace(sampling, max_new=limit)
 

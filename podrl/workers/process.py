@@ -46,8 +46,8 @@ def _job_mark() -> str:
     That program, podrl.workers.leftovers, waits until this process has ended.
     """
     mark, (read, _kept) = secrets.token_hex(8), os.pipe()
-    # In isolated mode and without site-packages it starts in milliseconds. Its output goes nowhere, so that it does not
-    # keep the job's output open.
+    # In isolated mode and without site-packages the program starts in milliseconds. Its output goes nowhere, so that it
+    # does not keep the job's output open.
     command = [sys.executable, "-I", "-S", leftovers.__file__, f"{mark}."]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "env": {}}
     subprocess.run(command, stdin=read, check=True, start_new_session=True, **quiet)
@@ -71,7 +71,7 @@ class Process:
             `close` or `leave` was called before.
 
         Raises:
-          OSError: the system starts no more processes.
+          OSError: the system cannot start another process.
         """
         hide_secrets()  # a worker can read /proc/PID/environ of this process, which has the same user
         read_life, self._life = os.pipe()
@@ -262,7 +262,7 @@ class Loop:
 
     @staticmethod
     async def _finish(leave: Callable[[], Coroutine[object, Any, Iterable[Process]]]) -> Iterable[Process]:
-        # The loop runs callbacks in their order: when the caller of `end` has this result, every thread has its own.
+        # The loop runs callbacks in order: when the caller of `end` gets this result, all other callers have theirs.
         processes = await leave()
         while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
             for task in tasks:
@@ -355,7 +355,7 @@ class Pool:
           DiedError: the process ended, or wrote something other than an answer.
           LoadError: the function cannot be loaded (again).
           ValueError: the arguments are too long.
-          OSError: the system starts no more processes.
+          OSError: the system cannot start another process.
         """
 
         async def load_and_call(holder: _Holder) -> JsonObject:
