@@ -4,7 +4,7 @@ Default: the checkpoint that comes with podrl (configs/sft_tools.py makes it) ca
 GRPO teaches it to, on a CPU machine with 2 cores: greedy answers 0 -> 83 %, sampled 9 -> 72 %, in under 3 minutes.
 
     python -m podrl.launch --config=grpo_tools.py
-    python -m podrl.launch --config=grpo_tools.py --config.env.max_tool_calls=0      # a control: it cannot be learned
+    python -m podrl.launch --config=grpo_tools.py --config.env.max_tool_calls=0      # a control: no call is answered
 
 Variants:
     grpo_tools.py:mcp       the same calculator as an MCP server over stdio (extra [tools]), bit for bit

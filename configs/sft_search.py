@@ -1,4 +1,4 @@
-"""Makes the checkpoint that half knows to search and to cite: a Gemma 2 of half a million parameters.
+"""Makes the checkpoint that can search and cite but often does not: a Gemma 2 of half a million parameters.
 
 First every example searches the corpus and cites the document that has the answer; then, for the last steps, most
 examples guess the answer, and some search without a citation or cite an id that no document has, so that reinforcement

@@ -93,7 +93,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         "--max_restarts",
         type=int,
         default=50,
-        help="number of times that the set is made again before it counts as failed; not counted after a preemption",
+        help="restarts of the set before it counts as failed; restarts after a preemption do not count",
     )
     parser.add_argument("--grace_seconds", type=int, default=300, help="seconds between SIGTERM and SIGKILL")
     parser.add_argument("--env", action="append", default=[], help="NAME=VALUE for every container; may be repeated")
@@ -103,8 +103,8 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--apply", action="store_true", help="submit with kubectl apply")
     parser.add_argument("--dry_run", action="store_true", help="with --apply: print the kubectl command, run nothing")
     args = parser.parse_args(own)
-    # The Secret has a new name in every submission, so that a running set keeps its own: a set that is submitted under
-    # the name of a running one by mistake is refused, as pods cannot be changed, and must not replace the pods' key.
+    # The Secret has a new name in every submission. If a set is submitted by mistake under the name of a running set,
+    # it is refused, because pods cannot be changed, and the running pods must keep their key.
     args.channel = f"{args.name}-channel-{secrets.token_hex(3)}"
     return args, extra
 

@@ -21,7 +21,7 @@ import tarfile
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-HELP = "directory of your code, configuration and small files: copied beside --workdir, and there on every host"
+HELP = "directory of your code, configuration and small files, copied beside --workdir and from there to every host"
 CODE_BYTES = 32 << 20
 CODE_FILES = 10_000
 _CONFIGS = pathlib.Path(__file__).resolve().parent.parent / "configs"
@@ -82,7 +82,7 @@ class Code:
         return ["gcloud", "storage", "cp", "-", self.url(workdir)]
 
     def described(self, workdir: str) -> str:
-        """Describes the code that goes along, in a comment of a shell."""
+        """Describes the code that is sent with the job, as a comment for a shell."""
         return (
             f"# The code in {self.directory}, {len(self.files)} file{'s' * (len(self.files) > 1)} of "
             f"{len(self.archive) / 2**20:.1f} MiB, goes to "
@@ -279,10 +279,10 @@ except ValueError as error:
 
 
 def check_flags(config: str, extra: Sequence[str], code: Code | None = None) -> None:
-    """Refuses podrl's flags that podrl itself cannot parse. A process of its own asks podrl, and starts no device.
+    """Refuses flags that podrl itself cannot parse. podrl parses them in a separate process, which starts no device.
 
-    If podrl, a module that it or the configuration needs, or a configuration of the image is not on this machine, a
-    line on standard error says that only the hosts check the flags.
+    If this machine lacks podrl, a module that podrl or the configuration needs, or a configuration of the image, only
+    the hosts check the flags, and a line on standard error says so.
 
     Args:
       config: value of podrl's --config.

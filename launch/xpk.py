@@ -195,7 +195,7 @@ def with_rules(manifest: str) -> str:
                 command.preempted_rule(replicated["name"]),
                 *spec["failurePolicy"]["rules"],
             ]
-    except (KeyError, IndexError, TypeError):  # of another xpk; run_xpk warns that no JobSet got the rules
+    except (KeyError, IndexError, TypeError):  # a manifest of another xpk; run_xpk warns that no JobSet got the rules
         return manifest
     return yaml.safe_dump(documents[0], sort_keys=False)
 
@@ -219,7 +219,7 @@ def kubectl_apply(argv: Sequence[str], done: str) -> int:
 def run_xpk(words: Sequence[str], kubectl: str) -> int:
     """Runs xpk with a kubectl of ours before the real one on PATH; returns the exit code.
 
-    It warns if xpk succeeds and no JobSet got our rules, as when another xpk than 1.16 applies the JobSet otherwise.
+    It warns if xpk succeeds and no JobSet got our rules: another version than 1.16 may apply the JobSet in another way.
 
     Args:
       words: command line of xpk for a job without Pathways.
