@@ -33,7 +33,7 @@ class MCPServer:
       target: command that starts the server (stdio), or its address: 'http://host:port/mcp' (streamable http) or
         'http://host:port/sse' (sse). `python` as the first word of a command is the interpreter that runs podrl.
       names: tools that the model may call, by the names that the model uses; empty for all tools of the server.
-      aliases: the server's name for a tool, by the name that the model uses; needed only where the two differ.
+      aliases: the server's name for a tool, by the name that the model uses; needed only if the two names differ.
       query: argument that receives the text between the tags of a call, by the name of the tool. For a tool without an
         entry, the first of query, url, webpage_url, input and text that the tool has, else a required argument.
       result: tag around each document of a tool's answer, by the name of the tool: 'snippet' or 'webpage'. A tool
@@ -84,7 +84,7 @@ class MCPServer:
                     f"env.mcp.headers: {header!r} names no environment variable. Write its value as $NAME, such as "
                     "'Bearer $SEARCH_TOKEN', and set the variable where the job runs."
                 )
-        Limits(environment=self._variables())  # refuses the secrets of the job itself
+        Limits(environment=self._variables())  # raises an error if a variable holds the job's own secret
 
     @property
     def is_url(self) -> bool:
@@ -161,7 +161,7 @@ class EnvironmentConfig:
         'gemma') is JSON without tags. For 'hermes' and 'json', the model's chat template lists the tools and their
         schemas in the prompt.
       max_tool_calls: largest number of calls that are run for one sample. The next call gets the answer
-        'Max tool calls exceeded.', and later ones are not read.
+        'Max tool calls exceeded.', and all later calls are taken for ordinary text.
       max_calls_per_tool: largest number of calls of a tool that are run for one sample, by the name of the tool;
         further calls of that tool fail. A tool without an entry is limited by max_tool_calls alone.
       arguments: arguments that are added to a call if the model leaves them out, by the names of tool and argument.

@@ -35,7 +35,7 @@ class FinishedEpisode:
     drawn: Sequence[PackedTokens | None] = ()
 
     def record(self) -> JsonObject:
-        """Writes the episode as JSON; a conversation that repeats the beginning of an earlier one omits that part."""
+        """Returns the episode as JSON; messages that repeat the beginning of an earlier conversation are left out."""
         requests = [_shortened(request, self.requests[:i]) for i, request in enumerate(self.requests)]
         optional = {"drawn": list(self.drawn)} if self.drawn else {}
         return {"said": requests, "turns": list(self.turns), "result": dict(self.result), **optional}
@@ -82,5 +82,5 @@ def _lengthened(request: EpisodeRequest, before: Sequence[EpisodeRequest]) -> Ep
 
 
 def _shared(one: Sequence[object], other: Sequence[object]) -> int:
-    """Counts the messages with which two conversations begin alike."""
+    """Counts the first messages that two conversations have in common."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

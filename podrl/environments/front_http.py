@@ -23,7 +23,7 @@ from podrl.environments.wire.requests import RefusedRequest
 BACKLOG = 4096  # connections that wait to be accepted
 _IDLE_S = 3600.0  # longest time that a client may send no request, or read nothing of a response
 _END_S = 1.0  # longest wait for open requests at the end of the server
-_SILENT_S = 60.0  # longest wait for the next piece of a body; a request that waits counts as open
+_SILENT_S = 60.0  # longest wait for the next piece of a body; meanwhile the request counts as open
 _MAX_HEAD = 1 << 16  # bytes of a head, or of the trailers of a body
 _MAX_UNREAD = 1 << 16  # bytes of a body that may arrive before they are read
 _MAX_WAITING = 64  # requests of a connection that wait for the response to an earlier one
@@ -189,7 +189,7 @@ class Client:
         await self._send(content)
 
     def _head(self, status: int, content_type: str, headers: str) -> bytes:
-        # The rest of an unfinished request could be taken for the next request.
+        # If the request is not complete yet, its rest could be taken for the next request.
         self.keep_alive = self.keep_alive and self._complete
         end = "" if self.keep_alive else "connection: close\r\n"
         return (
@@ -298,7 +298,7 @@ class Connection(asyncio.Protocol):
             client.wake()
 
     def pause_writing(self) -> None:
-        """Lets responses wait until the client has read more."""
+        """Makes responses wait until the client has read more."""
         self.full, self.active_s = True, self._loop.time()
 
     def resume_writing(self) -> None:

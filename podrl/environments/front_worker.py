@@ -28,8 +28,8 @@ from podrl.workers import child
 from podrl.workers.frames import frame_of
 
 _BEAT_S = 3.0  # an idle stream sends a comment this often, so that no proxy closes it
-_LARGE = 1 << 20  # bytes; longer bodies are read one at a time, which bounds the memory
-_KEPT = 32  # number of an episode's requests, open ones included, above which answered requests are forgotten
+_LARGE = 1 << 20  # bytes; longer bodies are read one after the other, which bounds the memory
+_KEPT = 32  # if an episode has more requests, open ones included, its oldest answered requests are forgotten
 _DIALECTS: Mapping[str, Any] = {
     "/v1/chat/completions": chat,
     "/v1/responses": responses,
@@ -205,7 +205,7 @@ class Endpoint:
         Raises:
           RefusedRequest: no open episode has this key.
         """
-        # The time of a look-up by digest tells an attacker nothing about the key.
+        # The duration of a look-up by digest tells an attacker nothing about the key.
         digest = _digest(client.key)
         episode = self._episodes.get(digest)
         known = self._digests[episode.name] if episode is not None else bytes(len(digest))

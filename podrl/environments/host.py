@@ -28,7 +28,7 @@ from podrl.workers.user_objects import spec_at
 # of time.monotonic(), seconds; `failed` is the kind of failure, or ''.
 CallReporter = Callable[[Task, str, float, float, str], None]
 _MAX_LOST_WORKERS = 3  # workers that an episode may lose in a row before the job ends
-_SILENT_S = 3 * HEARTBEAT_S  # after this time without a frame, a worker counts as blocked by one of its episodes
+_SILENT_S = 3 * HEARTBEAT_S  # a worker without a frame for this time counts as blocked by one of its episodes
 _log = logging.getLogger("podrl.environments")
 
 
@@ -295,7 +295,7 @@ class EnvironmentHost:
         if culprit is not None:
             self._end(culprit, "deadline")
         for episode in [self._episodes[number] for number in sorted(worker.episodes)]:
-            episode.attempts += culprit is None  # a worker that an episode blocked is not the fault of the others
+            episode.attempts += culprit is None  # if one episode blocked the worker, the others are not charged with it
             if episode.attempts > _MAX_LOST_WORKERS:
                 self._emit(
                     EnvironmentFailure(f"{self._name(episode)} lost {_MAX_LOST_WORKERS} workers in a row: {why}")
@@ -340,7 +340,7 @@ class EnvironmentHost:
             self._run_clock(episode)
 
     def _end_attempt(self, episode: _Episode) -> None:
-        self._stop_clock(episode, counts=False)  # a replay repeats this work, and counts its time
+        self._stop_clock(episode, counts=False)  # the replay will repeat this work and count its time
         for job in episode.jobs.values():
             job.cancel()
         episode.jobs.clear()
@@ -422,7 +422,7 @@ class EnvironmentHost:
         self._emit({"turn_request": episode.number, **finished.requests[at], "records": [], "drawn": drawn})
 
     def _restart(self, episode: _Episode) -> None:
-        """Starts a recorded episode in a worker, because the model's answer differs from the earlier run's."""
+        """Starts a recorded episode in a worker, because the model's answer differs from its answer in the record."""
         if not self._warned:
             _log.warning(
                 "%s is recorded as finished, but the model now answers otherwise (turn %d): the program runs again, "
@@ -440,7 +440,7 @@ class EnvironmentHost:
         recorded = self._is_recorded(episode.task) and (
             self._config.agent or any(observation.get("chat") for observation in episode.observations)
         )
-        # A record cannot repeat an episode with a request whose answer the environment did not wait for.
+        # If the environment did not wait for the answer to a request, a record could not repeat the episode.
         if not recorded or result["reason"] == "failed" or len(episode.turns) < len(episode.observations):
             self._end(episode, "ended", result)
             return
@@ -576,7 +576,7 @@ class EnvironmentHost:
           episode: the episode that sent the request.
           number: number of the request.
           answer: the answer, JSON values.
-          recorded: True if the answer came from the journal, or is the same in each run, and needs no record.
+          recorded: True if the answer needs no record: it came from the journal, or is the same in each run.
         """
         if not recorded:
             self._report_call(episode, number, answer)

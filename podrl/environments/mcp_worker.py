@@ -127,8 +127,8 @@ class _Server:
         return {"text": f"The connection to the tool was lost: {plain(why)}", "failed": "lost"}
 
     async def _call_while_alive(self, session: Any, name: str, arguments: JsonObject) -> Any:
-        """Calls a tool, and checks meanwhile that a server on the network is still there, because some clients do not
-        notice.
+        """Calls a tool; meanwhile checks that a server on the network still runs, because some clients do not notice
+        its end.
 
         Raises:
           ConnectionError: the server is gone.

@@ -39,8 +39,8 @@ class AgentFailure(Exception):  # noqa: N818 - a lost sample, not an error of th
     """A program failed, and its sample is lost; the message ends with what it wrote to standard error.
 
     Attributes:
-      kind: 'agent' if the program failed, 'infrastructure' if the endpoint did; 'environment' or 'grading' if the
-        program said so (podrl.agent.Failure), 'grading' also if its result cannot be read.
+      kind: 'agent' if the program failed, 'infrastructure' if the endpoint failed; 'environment' or 'grading' if the
+        program reported this kind (podrl.agent.Failure); 'grading' also if the program's result cannot be read.
       process_alive: True if the process is ready for its next task.
     """
 
@@ -153,8 +153,8 @@ class ProgramEnvironment:
         """Plays one episode, see podrl.environments.protocol.Environment.
 
         Raises:
-          AgentFailure: the program failed. A failure after a request that found no room or no turns left is not raised:
-            it ends the episode.
+          AgentFailure: the program failed. If a request had found no room or no turns left before, the failure of the
+            program only ends the episode.
         """
         model.clock(runs=False)  # the wait for a free process does not count as time of the episode
         async with self._process_slot(model):
@@ -266,7 +266,7 @@ class ProgramEnvironment:
             front.send_refusal(number, error)
 
     def _take_reward(self, session: _Session, number: int, answer: str, reward: float) -> None:
-        """Adds a reward at once: the program may end as soon as it has the answer to its request."""
+        """Adds a reward at once, without waiting for the model, because the program may end after this request."""
         assert self._front is not None
         try:
             session.model.reward(answer, reward)

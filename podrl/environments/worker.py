@@ -27,7 +27,7 @@ from podrl.workers.user_objects import LoadError, explain, explain_load, extend_
 
 HEARTBEAT_S = 0.2  # time between two frames that show the host that the event loop runs
 _EPISODE_FRAMES = ("start", "turn", "answer", "rest", "cancel")  # kinds of frames that belong to one episode
-_YIELDS = 3  # rounds of the event loop after a frame, so that the frame's episode runs before the next frame is read
+_YIELDS = 3  # rounds of the event loop after each frame; in them the frame's episode runs, before the next frame
 
 
 class RemoteModel:
@@ -417,7 +417,7 @@ async def _serve(requests: BinaryIO, replies: BinaryIO) -> None:
     worker = _Worker(replies)
     heartbeats = asyncio.create_task(worker.send_heartbeats(HEARTBEAT_S))
     async for frame, _ in child.frames(requests):
-        # Sent before the frame is handled: if no frame of this process follows, this episode is the one that blocks it.
+        # Sent before the frame is handled. If this process sends no frame afterwards, this episode blocks the process.
         worker.send({"handling": next((frame[kind] for kind in _EPISODE_FRAMES if kind in frame), None)})
         worker.handle(frame)
         for _ in range(_YIELDS):

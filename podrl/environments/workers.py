@@ -216,10 +216,10 @@ class Episodes:
         self._loop.soon(self._host.record, episode, routes)
 
     def rest(self, episode: int) -> None:
-        """Takes an episode out of the count of env.processes, because its answer comes only in the next window.
+        """Makes an episode not count towards env.processes, because its answer comes only in the next window.
 
-        The episode's program keeps its process. Without this call, the episodes that have to be played before the next
-        window might wait for that process for ever.
+        The episode's program keeps its process. Without this call, episodes that must end before the next window might
+        wait for that process for ever.
         """
         self._loop.soon(self._host.rest, episode)
 
@@ -283,5 +283,5 @@ def _event_emitter(messages: queue.SimpleQueue[Any]) -> Callable[[JsonObject | B
 
 
 def _error_of(context: Mapping[str, Any]) -> BaseException:
-    """Gets the error of an event loop's context: a bug of podrl on the loop's thread, which `poll` then raises."""
+    """Returns the error in an event loop's context. It is a bug of podrl on the loop's thread; `poll` raises it."""
     return context.get("exception") or RuntimeError(str(context.get("message")))

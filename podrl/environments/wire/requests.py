@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from podrl.mappings import ChatMessage, JsonObject, ToolSchema
 
-ASIDE = ":aside"  # suffix of a model's name: the answer is the same, but is never trained
+ASIDE = ":aside"  # suffix of a model's name that leaves the answer out of training
 
 
 class RefusedRequest(Exception):  # noqa: N818 - an answer to the client, not an error of this program
