@@ -72,7 +72,7 @@ class OwnGroup(Group):
 
     def row(self, budget: TokenBudget) -> tuple[Any, TokenBudget]:
         """Returns the samples and their budget, as a pair for podrl.learner.generation.Generator.play."""
-        self.origin = None  # the samples are about to go beyond this state
+        self.origin = None  # the samples are about to continue, so this state will be out of date
         return self.samples, budget
 
     def record(self) -> JournalEntry:

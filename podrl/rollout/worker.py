@@ -166,7 +166,7 @@ class RolloutWorker:
             self._state = self._engine.init_state()
 
     def refresh(self, policy: Policy) -> None:
-        """Gives new weights to a generation in progress, from its next dispatch on; each token records its version."""
+        """Makes a generation in progress use new weights from its next dispatch on; tokens record their versions."""
         self._refreshed = policy
 
     def memory(self, params: PyTree) -> int:
@@ -197,7 +197,7 @@ class RolloutWorker:
           group_size: G, number of samples per prompt.
           step: training step; a part of every sample's random key.
           sampling: sampling settings; None for the configuration's.
-          mode: purpose of the samples, which environments read as `Task.mode`.
+          mode: 'train' or 'eval'; environments read it as `Task.mode`.
           ended: function that is called with each sample when it ends, between two steps of the engine.
 
         Returns:
@@ -245,7 +245,7 @@ class RolloutWorker:
         policy: Policy | None = None,
         partial: PartialBatch | None = None,
     ) -> Player:
-        """Checks a request, and returns a player of its samples, none of which has begun.
+        """Checks a request, and returns a player of its samples, which has started none of them.
 
         `advance` plays the samples, and `rows` returns them once they have ended.
 
@@ -357,7 +357,7 @@ class RolloutWorker:
     def _request(
         self, version: int, prompts: Prompts, group_size: int, step: int, sampling: Sampling | None, mode: Mode
     ) -> RolloutRequest:
-        """Checks the arguments of a call, and makes a request of them with all settings filled in."""
+        """Checks the arguments of a call; returns a request with the missing settings taken from the configuration."""
         sampling = self._complete(sampling)
         self.check(prompts, group_size, sampling)
         assert sampling.max_new is not None
