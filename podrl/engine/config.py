@@ -18,8 +18,8 @@ Ability = Literal["windows", "greedy_members", "tells"]
 class SamplingSettings:
     """Sampling settings. Every value is traced: changing it recompiles nothing.
 
-    The temperature applies first, then top-k, top-p and min-p, each to the tokens that the previous filter left. A
-    filter also keeps the tokens that tie with the last token that it keeps.
+    The temperature applies first, then top-k, top-p and min-p, each to the tokens that the previous filter kept. A
+    filter also keeps tokens that are as likely as the last token that it keeps.
 
     Attributes:
       temperature: divisor of the logits; 0 takes the most likely token (greedy).
@@ -129,11 +129,12 @@ class RolloutConfig(SamplingSettings):
       return_logprobs: accepted for compatibility; podrl always returns log-probabilities.
       lanes: number of samples that the whole mesh decodes at once, rounded up to a multiple of its data-parallel size.
         Samples are bitwise reproducible for a fixed number of lanes.
-      steps_per_dispatch: decode steps per device call; the lane of a finished sample is refilled two calls later.
-      page_tokens: tokens per page of the key/value pool, a multiple of steps_per_dispatch.
+      steps_per_dispatch: number of decode steps per device call; the lane of a finished sample is refilled two calls
+        later.
+      page_tokens: number of tokens per page of the key/value pool, a multiple of steps_per_dispatch.
       pool_tokens: tokens of key/value cache per data-parallel shard; None has room for every lane's longest request.
         With a smaller pool, the scheduler moves caches of samples to the host when the pool is full.
-      prefill_tokens: tokens prefilled per device call and shard; longer prompts are prefilled in chunks.
+      prefill_tokens: number of tokens prefilled per device call and shard; longer prompts are prefilled in chunks.
       members_per_read: number of samples of one prompt that read a prompt page together; should be about the group
         size.
       window_tokens: number of tokens that a sample draws under each version of the weights except the last, with
