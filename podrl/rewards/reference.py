@@ -25,8 +25,8 @@ def answer_of(completion: str) -> str | None:
     """Extracts the text between the answer tags of a completion in the exact format; None in any other format.
 
     The format reaches from a line's start to a line's end: reasoning in its tags, then an answer in its tags; there may
-    be text between the two. One search for each tag, after the previous tag, is enough: if the format fits at later
-    places, it also fits at the first ones.
+    be text between the two. It is enough to look for the first occurrence of each tag after the previous tag: if later
+    occurrences fit the format, the first ones fit, too.
     """
     opened = _OPENS.search(completion)
     # The reasoning has at least one character.

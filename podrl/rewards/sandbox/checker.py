@@ -1,4 +1,4 @@
-"""The process that tests a program; the program's own process can neither read the tests nor answer in its place.
+"""The process that tests a program; the program's own process can neither read the tests nor send the verdict.
 
 A test of functions is Python that runs here, in a namespace with a stand-in for everything that the program defines:
 calls go to the program's process as plain values and come back as plain values, so that no object of the program can
@@ -90,7 +90,7 @@ def check(job: socket.socket, limits: Bounds) -> None:
     content = bytearray()
     while part := job.recv(1 << 20):
         content += part
-    # Memory for the request is added to the limit, which is meant for tests and the program's replies.
+    # Memory for the request is added to the limit, because the limit is for the tests and the program's replies only.
     kernel.limit_memory((limits["memory_mb"] << 20) + _PER_BYTE * len(content))
     request = json.loads(content)
     try:
@@ -206,8 +206,8 @@ class _Remote:
     """Sends requests to a program's process, and makes stand-ins for its objects.
 
     Attributes:
-      malformed: fault of a message from the program's process; '' if no message had a fault. A program can write to the
-        channel itself, so a message proves nothing and is read as data.
+      malformed: fault in a message from the program's process; '' if no message had a fault. The program itself can
+        write to the channel, so a message cannot be trusted, and is only read as data.
       unusable: complaint about a value that a test gave the program and that is not plain data; '' for none.
     """
 
