@@ -1,7 +1,7 @@
 """Makes the checkpoint that can call a calculator but rarely does: a Gemma 2 of half a million parameters.
 
-First every example of a sum too large for the head calls the calculator; then, for the last steps, most examples guess
-the answer, as a base model would that has seen few calls, so that reinforcement learning has something to find. The
+First every example of a sum too large for mental arithmetic calls the calculator. In the last steps, most examples
+guess the answer, like a base model that has seen few calls, so that reinforcement learning has something to find. The
 output of a call is part of the input, and is not learned. From a fixed seed:
 
     python -m podrl.launch --config=sft_tools.py && python -m podrl.export --workdir=runs/sft_tools --out=tiny_tools

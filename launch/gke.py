@@ -232,7 +232,7 @@ def _replicated_job(
         "metadata": {"labels": {**_labels(args), "app.kubernetes.io/component": role}},
         "spec": _pod(role, slices, args, podrl, trainer, rollout),
     }
-    # A slice of several hosts is a node pool, which one job must have for itself; a slice of one host is a node.
+    # A slice of several hosts is a node pool, which no other job may share; a slice of one host is a node.
     domain = "cloud.google.com/gke-nodepool" if slices.hosts > 1 else "kubernetes.io/hostname"
     annotations = {"alpha.jobset.sigs.k8s.io/exclusive-topology": domain}
     return {
@@ -273,8 +273,7 @@ def _pod(
         "volumeMounts": [{"name": "shared-memory", "mountPath": "/dev/shm"}],
     }
     pod = {
-        # A trainer host that fails ends the other trainers too, so the whole set restarts; a rollout host restarts by
-        # itself.
+        # If a trainer host fails, the other trainers end, so the whole set restarts. A rollout host restarts alone.
         "restartPolicy": "Never" if role == "trainer" else "OnFailure",
         "terminationGracePeriodSeconds": args.grace_seconds,
         "nodeSelector": selector,
@@ -292,7 +291,7 @@ def _pod(
 def _environment(
     role: str, slices: machines.Slices, args: argparse.Namespace, trainer: machines.Slices, rollout: machines.Slices
 ) -> list[dict[str, Any]]:
-    """Sets role and rank for podrl/runtime/detect.py; the kubelet fills in $(NAME)."""
+    """Makes the variables with role and rank for podrl/runtime/detect.py; the kubelet fills in $(NAME)."""
     from_labels = [
         {"name": name, "valueFrom": {"fieldRef": {"fieldPath": f"metadata.labels['{label}']"}}}
         for name, label in _JOBSET_LABELS.items()

@@ -25,9 +25,9 @@ from typing import Any
 
 from . import command, gke
 
-# Keys that gke.py sets. Admission to the queue adds others for the quota that it chose for the job, and these must not
-# be copied: the queue refuses pods with labels or annotations of another job's quota, and a scheduling gate that was
-# set for the job would never be lifted.
+# Keys that gke.py sets; only these are copied. When the queue admits a job, it adds further keys for the job's quota.
+# The queue refuses pods with labels or annotations of another job's quota, and a copied scheduling gate would never be
+# lifted.
 _SELECTED = ("cloud.google.com/gke-tpu-accelerator", "cloud.google.com/gke-tpu-topology")
 _LABELS = ("app.kubernetes.io/name", "app.kubernetes.io/instance")
 _COMPONENT = "app.kubernetes.io/component"

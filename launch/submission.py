@@ -30,7 +30,7 @@ _NEVER = frozenset(
     {".git", ".hg", "__pycache__", ".venv", ".env", ".ipynb_checkpoints", ".pytest_cache", ".ruff_cache"}
 )
 _RUNS, _RUN_FILE = "runs", "metrics.jsonl"
-# A relative path of a file anywhere in a value. The end of a longer path or of a URL does not match.
+# Matches a relative path of a file anywhere in a value, but not the end of an absolute path or of a URL.
 _FILE = re.compile(
     r"(?<![\w./:~-])(?:\.{1,2}/)*\w[\w./-]*"
     r"\.(?:py|jsonl?|csv|tsv|parquet|arrow|array_record|jinja2?|txt|md|ya?ml|toml|sh)(?:\.(?:gz|bz2|xz|zst))?\b"
@@ -39,7 +39,7 @@ _MODELS = ("model.path", "model.reference", "model.critic", "reward.model", "tok
 _DATA = ("data.path", "data.eval_path", "env.system_prompt_file")
 # Models and tasks that are in podrl.
 _SHIPPED = ("tiny", "tiny_moe", "tiny_hybrid", "tiny_tools", "tiny_search", "scratch", "problems", "sums", "facts")
-_WORDS = ("data.system_prompt", "env.system_prompt")  # texts for a model; file names in them mean no files
+_WORDS = ("data.system_prompt", "env.system_prompt")  # texts for a model, in which names of files are only words
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Code:
 
     @property
     def archive(self) -> bytes:
-        """The tar archive: the same bytes for the same content, whoever makes it, wherever and whenever."""
+        """The tar archive. Its bytes depend only on the content, not on the user, the machine or the time."""
         out = io.BytesIO()
         with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT) as tar:
             for name in sorted({*self.files, *self.links}):
@@ -104,7 +104,7 @@ class Code:
 def read_code(directory: str | os.PathLike) -> Code:
     """Reads a directory of code, small data and configuration files.
 
-    Files that .gitignore files in the directory name are left out; so are `_NEVER`, 'runs', and directories of runs.
+    Files that a .gitignore in the directory names are left out; so are files in `_NEVER`, 'runs' and run directories.
 
     Raises:
       ValueError: the directory does not exist, is empty, or holds more than CODE_BYTES or CODE_FILES, a symbolic link
@@ -184,7 +184,7 @@ class _Rule:
       below: directory of the .gitignore, '' or ending in '/'.
       pattern: pattern that the path below that directory must match.
       directories: True if the line names directories only.
-      back: True if the line takes back an earlier line ('!').
+      back: True if the line includes files again that an earlier line left out ('!').
     """
 
     below: str

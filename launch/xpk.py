@@ -119,7 +119,7 @@ def xpk_command(args: argparse.Namespace, extra: Sequence[str], code: submission
         leader = _TRAINER_0.format(command.job_name(args.join, NAME_LIMIT, "--join")) if args.join else ""
         joins = [f"--join={leader}"] if leader else []
         podrl = command.podrl_command(args.config, args.workdir, [*extra, *joins], code)
-        # exec: xpk runs `(COMMAND) &` and sends SIGTERM to that subshell, which without exec would not pass it on.
+        # xpk runs `(COMMAND) &` and sends SIGTERM to this subshell, which would not pass it on without exec.
         words += [f"--docker-image={args.image}", f"--command=exec {shlex.join(podrl)}"]
         environment = command.environment(args.env)
         if needs_secret(args):

@@ -23,7 +23,7 @@ from podrl.workers.frames import pack, take
 from podrl.workers.user_code import Limits, hide_secrets
 from podrl.workers.user_objects import LoadError
 
-# Imports of users' code may take long (a math library, say); a call's deadline starts after them.
+# Longest time for the imports of users' code, such as a math library; a call's deadline starts after them.
 LOAD_S = 120.0
 _LEAVE_S = 1.0
 _PATIENCE_S = 0.05  # time that a call waits for an idle process before another process is started for it
@@ -77,7 +77,7 @@ class Process:
         read_life, self._life = os.pipe()
         self._mark = f"{_job_mark()}.{next(_numbers)}."
         own = {leftovers.MARK: self._mark, child.INSIDE: "1", child.LIFE: str(read_life), "JAX_PLATFORMS": "cpu"}
-        # In a session of its own, Ctrl-C in the terminal does not reach the process, and its group is killed as one.
+        # A session of its own, so that Ctrl-C in the terminal does not reach the process and its group is killed whole.
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", module, json.dumps(dataclasses.asdict(limits))],
@@ -379,7 +379,7 @@ class Pool:
                 holder = fresh
             return await use(holder)
         finally:
-            if holder.dead:  # also after a late answer, or a caller that was cancelled in the middle
+            if holder.dead:  # a late answer or a cancelled call also makes a holder dead
                 holder.process.close()
             self._idle.put_nowait(holder)  # a dead holder, too: it keeps its place in the pool for the next call
 

@@ -93,8 +93,7 @@ def forget(environment: MutableMapping[str, str], name: str) -> None:
 def hide_secrets() -> None:
     """Hides secret variables of this process in /proc/PID/environ; os.environ and child processes keep them.
 
-    Each name is hidden only once, because the kernel shows only the values with which a process was started, and no
-    later ones.
+    Each name is hidden only once, because the kernel shows only the values with which the process was started.
     """
     with _hiding:
         for name in [name for name in os.environ if is_secret(name) and name not in _hidden]:
