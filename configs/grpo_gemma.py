@@ -131,7 +131,7 @@ def _gemma4(config: Any, size: str, chips: int, trainer: str, rollout: str) -> N
     config.fake_devices = 2 * chips  # for --dry_run on a laptop
     config.roles = ConfigDict({"colocated": False, "trainer": {"mesh": trainer}, "rollout": {"mesh": rollout}})
     config.data.path = "gsm8k_train.jsonl"
-    config.grpo.update({"num_generations": 8, "beta": 0.0})  # no reference is held beside the policy
+    config.grpo.update({"num_generations": 8, "beta": 0.0})  # without a KL term, no reference model is in memory
     config.rollout.update({"prompts_per_step": 16, "max_prompt_length": 256, "max_tokens_to_generate": 512})
     config.rollout.update({"data_type": "bfloat16", "kv_cache_size": 1024, "lanes": 128})
     config.trainer = ConfigDict({"max_steps": 450, "eval_every_n_steps": 50, "learning_rate": 1e-6})

@@ -65,7 +65,7 @@ def get_config(variant: str = "") -> ConfigDict:
     config.data = ConfigDict(
         {"path": "train.jsonl", "system_prompt": "auto", "template": "chat", "long_prompts": "skip"}
     )
-    config.grpo = ConfigDict({"num_generations": 8, "beta": 0.0})  # no reference is held beside the policy
+    config.grpo = ConfigDict({"num_generations": 8, "beta": 0.0})  # without a KL term, no reference model is in memory
     config.rollout = ConfigDict({"prompts_per_step": prompts, "max_prompt_length": 256, "max_tokens_to_generate": 512})
     config.rollout.update({"temperature": 1.0, "data_type": "bfloat16", "kv_cache_size": 1024, "lanes": 8 * prompts})
     config.trainer = ConfigDict({"max_steps": 7200 // prompts, "eval_every_n_steps": 50, "learning_rate": 1e-6})

@@ -1,10 +1,10 @@
-"""GRPO with a tool: sums too large for the head, and a calculator.
+"""GRPO with a tool: sums too large for mental arithmetic, and a calculator.
 
 Default: the checkpoint that comes with podrl (configs/sft_tools.py makes it) can ask a calculator and rarely does.
 GRPO teaches it to, on a CPU machine with 2 cores: greedy answers 0 -> 83 %, sampled 9 -> 72 %, in under 3 minutes.
 
     python -m podrl.launch --config=grpo_tools.py
-    python -m podrl.launch --config=grpo_tools.py --config.env.max_tool_calls=0      # a control: it cannot be learned
+    python -m podrl.launch --config=grpo_tools.py --config.env.max_tool_calls=0      # a control: no call is answered
 
 Variants:
     grpo_tools.py:mcp       the same calculator as an MCP server over stdio (extra [tools]), bit for bit

@@ -1,7 +1,7 @@
 """Trains a reward model on pairs of answers to one prompt, of which one is preferred (Bradley-Terry).
 
-Default: the checkpoint that comes with podrl, given a head, learns to score the reference form of a solution above what
-a base model might write of it, on a CPU machine: held-out pairs ranked right 50.0 -> 100 %, in 30 steps.
+Default: the checkpoint that comes with podrl, with a new head, learns to score the reference form of a solution above a
+base model's form of it, on a CPU machine: held-out pairs ranked right 50.0 -> 100 %, in 30 steps.
 
     python -m podrl.launch --config=reward_model_tiny.py
     python -m podrl.export --workdir=runs/reward_model_tiny --out=scores

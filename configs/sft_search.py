@@ -1,8 +1,8 @@
-"""Makes the checkpoint that half knows to search and to cite: a Gemma 2 of half a million parameters.
+"""Makes the checkpoint that can search and cite but often does not: a Gemma 2 of half a million parameters.
 
-First every example searches the corpus and cites the document that has the answer; then, for the last steps, most
-examples guess the answer, and some search without a citation or cite an id that no document has, so that reinforcement
-learning has something to find. The output of a search is part of the input, and is not learned. From a fixed seed:
+First every example searches the corpus and cites the document that has the answer. In the last steps, most examples
+guess the answer, and some search without a citation or cite an id that no document has, so that reinforcement learning
+has something to find. The output of a search is part of the input, and is not learned. From a fixed seed:
 
     python -m podrl.launch --config=sft_search.py && python -m podrl.export --workdir=runs/sft_search --out=tiny_search
 

@@ -1,7 +1,7 @@
-"""Trains the checkpoint that comes with podrl: a Gemma 2 of half a million parameters that half knows word problems.
+"""Trains the checkpoint that comes with podrl: a Gemma 2 of half a million parameters that solves some word problems.
 
-First it learns to solve them in the reference form; then, for the last steps, most targets leave the form, as a base
-model's text would, so that reinforcement learning has something to find. From a fixed seed:
+First it learns to solve them in the reference form. In the last steps, most targets do not keep this form, like texts
+of a base model, so that reinforcement learning has something to find. From a fixed seed:
 
     python -m podrl.launch --config=sft_tiny.py && python -m podrl.export --workdir=runs/sft_tiny --out=tiny
 
@@ -11,8 +11,8 @@ tokenizer comes from `python -m podrl.data.train_tokenizer --out=podrl/assets/ti
 Variants:
     sft_tiny.py:moe   a Qwen3-MoE of 643,000 parameters; two of its eight experts compute a token. Exported as
                       above with --out=tiny_moe, it resembles podrl/assets/tiny_moe, which grpo_gemma.py:moe trains.
-                      The first 709 steps of the embedded checkpoint had slightly higher learning rates: its
-                      cosine schedule was to have 1,720 steps
+                      The first 709 steps of the embedded checkpoint had slightly higher learning rates, because its
+                      cosine schedule was made for 1,720 steps
     sft_tiny.py:hybrid   a Qwen 3.5 of 565,000 parameters: three layers of linear attention and one of full attention.
                       Exported as above with --out=tiny_hybrid, it became podrl/assets/tiny_hybrid, which
                       grpo_gemma.py:hybrid trains
@@ -20,7 +20,7 @@ Variants:
 
 from ml_collections import ConfigDict
 
-# Steps in the reference form, and steps after them in which most targets leave it.
+# Number of steps with all targets in the reference form, and of later steps in which most targets do not keep it.
 STEPS = {"tiny": (1500, 220), "moe": (960, 160), "hybrid": (960, 160)}
 VARIANTS = tuple(STEPS)
 

@@ -1,4 +1,4 @@
-"""LoRA: adapters learn, the weights below them stay; the run is exported as a PEFT directory and as a merged model.
+"""LoRA: only adapters are trained, the base weights stay fixed; exports a PEFT directory and a merged model.
 
     python examples/lora.py
 

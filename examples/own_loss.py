@@ -1,4 +1,4 @@
-"""A loss of your own: podrl checks the properties of a policy loss, then trains with it; its number is a key.
+"""A loss of your own: podrl checks its properties and trains with it; a configuration key sets its parameter.
 
     python examples/own_loss.py
 

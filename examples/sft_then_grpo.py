@@ -1,4 +1,4 @@
-"""First supervised, then by rewards: a model with random weights learns the form from answers, then GRPO trains it.
+"""Supervised training, then GRPO: a model with random weights learns the form from answers, then from rewards.
 
     python examples/sft_then_grpo.py
 

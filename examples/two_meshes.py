@@ -1,4 +1,4 @@
-"""Two meshes by hand: six devices train, two generate, over the learner's own classes instead of a configuration.
+"""Two meshes by hand: six devices train, two generate; the script uses podrl's classes instead of a configuration.
 
     XLA_FLAGS=--xla_force_host_platform_device_count=8 python examples/two_meshes.py
 

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from .submission import Code
 
-# podrl's own: 42 infrastructure failed (restart me), 75 preempted after saving (restart me).
+# podrl's own exit codes: 42 if the infrastructure failed, 75 if podrl was preempted and has saved; a restart helps.
 PREEMPTED_CODE = 75
 RESTART_CODES = (42, PREEMPTED_CODE)
 # Deaths by signal that say nothing about the program: 134 abort (jax does this when a peer vanishes), 137 killed,
@@ -83,7 +83,7 @@ def preempted_pod_rules(container: str) -> list[dict[str, Any]]:
     saved = {"containerName": container, "operator": "In", "values": [PREEMPTED_CODE]}
     return [
         {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-        # The empty list is for JobSets whose schema wants it: github.com/kubernetes-sigs/jobset/issues/377.
+        # The schema of some JobSet versions requires the empty list: github.com/kubernetes-sigs/jobset/issues/377.
         {"action": "FailJob", "onExitCodes": saved, "onPodConditions": []},
     ]
 

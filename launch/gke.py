@@ -93,7 +93,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         "--max_restarts",
         type=int,
         default=50,
-        help="number of times that the set is made again before it counts as failed; not counted after a preemption",
+        help="restarts of the set before it counts as failed; restarts after a preemption do not count",
     )
     parser.add_argument("--grace_seconds", type=int, default=300, help="seconds between SIGTERM and SIGKILL")
     parser.add_argument("--env", action="append", default=[], help="NAME=VALUE for every container; may be repeated")
@@ -103,8 +103,8 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--apply", action="store_true", help="submit with kubectl apply")
     parser.add_argument("--dry_run", action="store_true", help="with --apply: print the kubectl command, run nothing")
     args = parser.parse_args(own)
-    # The Secret has a new name in every submission, so that a running set keeps its own: a set that is submitted under
-    # the name of a running one by mistake is refused, as pods cannot be changed, and must not replace the pods' key.
+    # The Secret has a new name in every submission. If a set is submitted by mistake under the name of a running set,
+    # it is refused, because pods cannot be changed, and the running pods must keep their key.
     args.channel = f"{args.name}-channel-{secrets.token_hex(3)}"
     return args, extra
 
@@ -232,7 +232,7 @@ def _replicated_job(
         "metadata": {"labels": {**_labels(args), "app.kubernetes.io/component": role}},
         "spec": _pod(role, slices, args, podrl, trainer, rollout),
     }
-    # A slice of several hosts is a node pool, which one job must have for itself; a slice of one host is a node.
+    # A slice of several hosts is a node pool, which no other job may share; a slice of one host is a node.
     domain = "cloud.google.com/gke-nodepool" if slices.hosts > 1 else "kubernetes.io/hostname"
     annotations = {"alpha.jobset.sigs.k8s.io/exclusive-topology": domain}
     return {
@@ -273,8 +273,7 @@ def _pod(
         "volumeMounts": [{"name": "shared-memory", "mountPath": "/dev/shm"}],
     }
     pod = {
-        # A trainer host that fails ends the other trainers too, so the whole set restarts; a rollout host restarts by
-        # itself.
+        # If a trainer host fails, the other trainers end, so the whole set restarts. A rollout host restarts alone.
         "restartPolicy": "Never" if role == "trainer" else "OnFailure",
         "terminationGracePeriodSeconds": args.grace_seconds,
         "nodeSelector": selector,
@@ -292,7 +291,7 @@ def _pod(
 def _environment(
     role: str, slices: machines.Slices, args: argparse.Namespace, trainer: machines.Slices, rollout: machines.Slices
 ) -> list[dict[str, Any]]:
-    """Sets role and rank for podrl/runtime/detect.py; the kubelet fills in $(NAME)."""
+    """Makes the variables with role and rank for podrl/runtime/detect.py; the kubelet fills in $(NAME)."""
     from_labels = [
         {"name": name, "valueFrom": {"fieldRef": {"fieldPath": f"metadata.labels['{label}']"}}}
         for name, label in _JOBSET_LABELS.items()

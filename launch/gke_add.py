@@ -8,9 +8,9 @@ settings, and the weights lie on an added slice as on the other slices. The adde
 JobSet gives it.
 
 What happens to the added pods:
-  a pod ends      it is restarted in place, as a rollout pod of the job: also while the trainers are recreated, and
-                  where its machine is taken away. After 20 restarts per host (gke.ROLLOUT_RETRIES) these pods are given
-                  up, because the job has then probably failed.
+  a pod ends      it is restarted in place, like a rollout pod of the job, even while the trainers are recreated or if
+                  its machine is taken away. After 20 restarts per host (gke.ROLLOUT_RETRIES) these pods are given up,
+                  because the job has then probably failed.
   the job's end   the added set is complete; when the job's set is deleted, the added set is also deleted.
   fewer hosts     after `kubectl delete jobset NAME` each pod gets SIGTERM and leaves after its step; the job goes on.
 """
@@ -25,9 +25,9 @@ from typing import Any
 
 from . import command, gke
 
-# Keys that gke.py sets. Admission to the queue adds others for the quota that it chose for the job, and these must not
-# be copied: the queue refuses pods with labels or annotations of another job's quota, and a scheduling gate that was
-# set for the job would never be lifted.
+# Keys that gke.py sets; only these are copied. When the queue admits a job, it adds further keys for the job's quota.
+# The queue refuses pods with labels or annotations of another job's quota, and a copied scheduling gate would never be
+# lifted.
 _SELECTED = ("cloud.google.com/gke-tpu-accelerator", "cloud.google.com/gke-tpu-topology")
 _LABELS = ("app.kubernetes.io/name", "app.kubernetes.io/instance")
 _COMPONENT = "app.kubernetes.io/component"
@@ -55,7 +55,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def manifest(args: argparse.Namespace, runs: Mapping[str, Any]) -> dict[str, Any]:
-    """Builds the JobSet that joins.
+    """Builds the JobSet that joins the running JobSet.
 
     Args:
       args: our flags.

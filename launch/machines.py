@@ -127,7 +127,7 @@ def parse_slices(spec: str, flag: str) -> Slices:
 
 
 def check_multislice(slices: Slices, what: str) -> None:
-    """Refuses several slices of one host each as one cluster: multislice joins slices of several hosts only.
+    """Refuses a cluster of several slices of one host each, because multislice joins only slices of several hosts.
 
     Raises:
       ValueError: there are several slices of one host; the message names them by `what`.

@@ -21,7 +21,7 @@ import tarfile
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-HELP = "directory of your code, configuration and small files: copied beside --workdir, and there on every host"
+HELP = "directory of your code, configuration and small files, copied beside --workdir and from there to every host"
 CODE_BYTES = 32 << 20
 CODE_FILES = 10_000
 _CONFIGS = pathlib.Path(__file__).resolve().parent.parent / "configs"
@@ -30,7 +30,7 @@ _NEVER = frozenset(
     {".git", ".hg", "__pycache__", ".venv", ".env", ".ipynb_checkpoints", ".pytest_cache", ".ruff_cache"}
 )
 _RUNS, _RUN_FILE = "runs", "metrics.jsonl"
-# A relative path of a file anywhere in a value. The end of a longer path or of a URL does not match.
+# Matches a relative path of a file anywhere in a value, but not the end of an absolute path or of a URL.
 _FILE = re.compile(
     r"(?<![\w./:~-])(?:\.{1,2}/)*\w[\w./-]*"
     r"\.(?:py|jsonl?|csv|tsv|parquet|arrow|array_record|jinja2?|txt|md|ya?ml|toml|sh)(?:\.(?:gz|bz2|xz|zst))?\b"
@@ -39,7 +39,7 @@ _MODELS = ("model.path", "model.reference", "model.critic", "reward.model", "tok
 _DATA = ("data.path", "data.eval_path", "env.system_prompt_file")
 # Models and tasks that are in podrl.
 _SHIPPED = ("tiny", "tiny_moe", "tiny_hybrid", "tiny_tools", "tiny_search", "scratch", "problems", "sums", "facts")
-_WORDS = ("data.system_prompt", "env.system_prompt")  # texts for a model; file names in them mean no files
+_WORDS = ("data.system_prompt", "env.system_prompt")  # texts for a model, in which names of files are only words
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Code:
 
     @property
     def archive(self) -> bytes:
-        """The tar archive: the same bytes for the same content, whoever makes it, wherever and whenever."""
+        """The tar archive. Its bytes depend only on the content, not on the user, the machine or the time."""
         out = io.BytesIO()
         with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT) as tar:
             for name in sorted({*self.files, *self.links}):
@@ -82,7 +82,7 @@ class Code:
         return ["gcloud", "storage", "cp", "-", self.url(workdir)]
 
     def described(self, workdir: str) -> str:
-        """Describes the code that goes along, in a comment of a shell."""
+        """Describes the code that is sent with the job, as a comment for a shell."""
         return (
             f"# The code in {self.directory}, {len(self.files)} file{'s' * (len(self.files) > 1)} of "
             f"{len(self.archive) / 2**20:.1f} MiB, goes to "
@@ -104,7 +104,7 @@ class Code:
 def read_code(directory: str | os.PathLike) -> Code:
     """Reads a directory of code, small data and configuration files.
 
-    Files that .gitignore files in the directory name are left out; so are `_NEVER`, 'runs', and directories of runs.
+    Files that a .gitignore in the directory names are left out; so are files in `_NEVER`, 'runs' and run directories.
 
     Raises:
       ValueError: the directory does not exist, is empty, or holds more than CODE_BYTES or CODE_FILES, a symbolic link
@@ -184,7 +184,7 @@ class _Rule:
       below: directory of the .gitignore, '' or ending in '/'.
       pattern: pattern that the path below that directory must match.
       directories: True if the line names directories only.
-      back: True if the line takes back an earlier line ('!').
+      back: True if the line includes files again that an earlier line left out ('!').
     """
 
     below: str
@@ -279,10 +279,10 @@ except ValueError as error:
 
 
 def check_flags(config: str, extra: Sequence[str], code: Code | None = None) -> None:
-    """Refuses podrl's flags that podrl itself cannot parse. A process of its own asks podrl, and starts no device.
+    """Refuses flags that podrl itself cannot parse. podrl parses them in a separate process, which starts no device.
 
-    If podrl, a module that it or the configuration needs, or a configuration of the image is not on this machine, a
-    line on standard error says that only the hosts check the flags.
+    If this machine lacks podrl, a module that podrl or the configuration needs, or a configuration of the image, only
+    the hosts check the flags, and a line on standard error says so.
 
     Args:
       config: value of podrl's --config.

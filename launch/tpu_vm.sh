@@ -11,8 +11,8 @@
 #   --code=DIR         directory of your code, configuration and small files, which go to the bucket of --workdir and from
 #                      there to every host, where relative paths of podrl's flags mean files of it
 #   --join=OTHER_TPU   generate for the job that runs there with --topology=split: its flags, --env values and secret are
-#                      asked of its first host; podrl's flags are left out here. --kill takes the hosts away again
-#   --join_zone=ZONE   of OTHER_TPU, where it is another
+#                      read from its first host; give no podrl flags here. --kill takes the hosts away again
+#   --join_zone=ZONE   zone of OTHER_TPU, if it is not ZONE
 #   --status           what runs on every worker, and the state of the TPU
 #   --logs             the last lines of every worker, then follow
 #   --stacks           every process prints the stacks of all its threads into its log (SIGUSR1)
@@ -22,8 +22,8 @@
 #   --group            TPU names a managed instance group of Compute Engine that forms a slice: TPU7x, v6e or v5p
 #   --project=P        project of the TPU; default: gcloud's
 #   --python=PATH      interpreter on the workers that has podrl's dependencies; nothing is installed then
-#   --lock=FILE        what to install, from the root of the checkout; default requirements-tpu.lock
-#   --extra=NAME       what requirements-NAME.lock of the checkout adds, such as wandb or math
+#   --lock=FILE        lock file of the packages to install, in the root of the checkout; default requirements-tpu.lock
+#   --extra=NAME       also installs the packages of requirements-NAME.lock, such as wandb or math
 #   --env=NAME=VALUE   for the processes; may be repeated
 #   --max_restarts=N   restarts on exit codes 42 and 134 (a peer or the runtime failed); default 3
 #   --grace=SECONDS    for --kill; default 120

@@ -119,7 +119,7 @@ def xpk_command(args: argparse.Namespace, extra: Sequence[str], code: submission
         leader = _TRAINER_0.format(command.job_name(args.join, NAME_LIMIT, "--join")) if args.join else ""
         joins = [f"--join={leader}"] if leader else []
         podrl = command.podrl_command(args.config, args.workdir, [*extra, *joins], code)
-        # exec: xpk runs `(COMMAND) &` and sends SIGTERM to that subshell, which without exec would not pass it on.
+        # xpk runs `(COMMAND) &` and sends SIGTERM to this subshell, which would not pass it on without exec.
         words += [f"--docker-image={args.image}", f"--command=exec {shlex.join(podrl)}"]
         environment = command.environment(args.env)
         if needs_secret(args):
@@ -195,7 +195,7 @@ def with_rules(manifest: str) -> str:
                 command.preempted_rule(replicated["name"]),
                 *spec["failurePolicy"]["rules"],
             ]
-    except (KeyError, IndexError, TypeError):  # of another xpk; run_xpk warns that no JobSet got the rules
+    except (KeyError, IndexError, TypeError):  # a manifest of another xpk; run_xpk warns that no JobSet got the rules
         return manifest
     return yaml.safe_dump(documents[0], sort_keys=False)
 
@@ -219,7 +219,7 @@ def kubectl_apply(argv: Sequence[str], done: str) -> int:
 def run_xpk(words: Sequence[str], kubectl: str) -> int:
     """Runs xpk with a kubectl of ours before the real one on PATH; returns the exit code.
 
-    It warns if xpk succeeds and no JobSet got our rules, as when another xpk than 1.16 applies the JobSet otherwise.
+    It warns if xpk succeeds and no JobSet got our rules: another version than 1.16 may apply the JobSet in another way.
 
     Args:
       words: command line of xpk for a job without Pathways.

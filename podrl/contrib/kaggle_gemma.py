@@ -153,7 +153,7 @@ def _tree(
     """Stacks the leaves of all layers, and checks the shape of every leaf.
 
     Args:
-      leaves: arrays by the number of the layer, by the name of the leaf; a leaf outside of layers has number 0.
+      leaves: arrays by the name of the leaf, then by the number of the layer; a leaf outside of layers has number 0.
       config: configuration of the model.
       unknown: names of leaves that no rule reads.
       where: description of the checkpoint, for the error message.

@@ -182,9 +182,9 @@ class SlotEngine:
         Args:
           params: parameters from `load_params`.
           existing_prefix: Prefix (or an object that holds one as `cache`) that the tokens continue; the sampled first
-            tokens of that prefix are not part of the new prompt. None for a whole prompt.
-          padded_tokens: tokens of the prompt (T); padding may follow.
-          true_length: number of tokens that count.
+            tokens of that prefix are not part of the new prompt. None if the tokens are the whole prompt.
+          padded_tokens: tokens of the prompt (T), possibly followed by padding.
+          true_length: number of tokens in `padded_tokens` before the padding.
           sampler: unsupported, must be None; see `sampling`.
           rng: random keys, uint32 (num_samples, 2) or, for one sample, (2,). None derives keys from the engine's seed
             and the number of the request.
@@ -349,7 +349,7 @@ class SlotEngine:
         if len(self._eos_ids) + len(sampling.stop_ids) > STOP_IDS:
             raise ValueError(f"{sampling.stop_ids=} and eos: at most {STOP_IDS} ids may end a sample.")
         if sampling.stop_strings:
-            raise ValueError(f"{sampling.stop_strings=}: this interface returns tokens, so its caller must look.")
+            raise ValueError(f"{sampling.stop_strings=}: this interface returns tokens; look for texts in the caller.")
         limit = self.config.max_tokens_to_generate if sampling.max_new is None else sampling.max_new
         return dataclasses.replace(sampling, max_new=limit)
 

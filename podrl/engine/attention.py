@@ -23,7 +23,7 @@ OWN_BLOCK = 16  # own reads computed together
 
 @flax.struct.dataclass
 class PartialSoftmax:
-    """Softmax over some of the keys, for some queries.
+    """The partial result of a softmax, over some of the keys, for some queries.
 
     Attributes:
       top: largest score of each query.
@@ -47,7 +47,7 @@ class PartialSoftmax:
         return PartialSoftmax(top, mass + mass2, value + value2)
 
     def with_sinks(self, sinks: tuple[Array, ...]) -> "PartialSoftmax":
-        """Adds a key of value 0, whose score for each query is in the array of `sinks`; () adds no key."""
+        """Adds a key with the value 0; `sinks` holds one array with its score for each query, or () to add no key."""
         part = self
         for sink_q in sinks:
             top = jnp.broadcast_to(sink_q.astype(jnp.float32), part.top.shape)
@@ -165,8 +165,8 @@ def kernel_attention(
 ) -> Float[Array, "R N H"]:
     """Computes `decode_attention` in a kernel: on TPUs `podrl.engine.page_attention`, which reads each page once.
 
-    A sample's result is independent of its lane, pages and neighbours here too, but its last bits are not those of
-    `decode_attention`. The other arguments are those of `decode_attention`.
+    Here, too, a sample's result does not depend on its lane, its pages or its neighbours, but its last bits differ from
+    those of `decode_attention`. The other arguments are those of `decode_attention`.
 
     Args:
       tensor: True if heads are cut over the mesh's axis `tensor`. XLA cannot partition a kernel, so it is mapped over
@@ -302,7 +302,7 @@ def prefill_attention(
     Args:
       q_BTNH, k_BTKH, v_BTKH: queries, keys and values of the chunks.
       prior_page_BJ, prior_start_BJ, prior_count_BJ: index, position of the first token and number of tokens of the
-        row's pages before the chunk; a count of 0 is not a page.
+        row's pages before the chunk; a count of 0 marks an unused entry.
       longest: largest number of prior pages of any row.
       position_BT: positions of the tokens, contiguous in a row.
     """
@@ -337,7 +337,7 @@ def _blocks(
 ) -> PartialSoftmax:
     """Computes the partial results of `total` reads block by block into `scratch`.
 
-    The entries after them are stale: values of an earlier layer or step.
+    Entries of `scratch` after these reads keep stale values of an earlier layer or step.
     """
 
     def body(i: Array, parts: PartialSoftmax) -> PartialSoftmax:
@@ -357,7 +357,7 @@ def _gather(
 ) -> PartialSoftmax:
     """Merges the partial results of each lane's reads into its result, in order.
 
-    Turns of the loop after a lane's last read leave its result unchanged.
+    Iterations of the loop after a lane's last read leave the lane's result unchanged.
     """
 
     def body(j: Array, result: PartialSoftmax) -> PartialSoftmax:

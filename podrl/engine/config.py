@@ -18,12 +18,13 @@ Ability = Literal["windows", "greedy_members", "tells"]
 class SamplingSettings:
     """Sampling settings. Every value is traced: changing it recompiles nothing.
 
-    The temperature applies first, then top-k, top-p and min-p, each to the tokens that the previous filter left. A
-    filter also keeps the tokens that tie with the last token that it keeps.
+    The temperature applies first, then top-k, top-p and min-p, each to the tokens that the previous filter kept. A
+    filter also keeps tokens that are as likely as the last token that it keeps.
 
     Attributes:
       temperature: divisor of the logits; 0 takes the most likely token (greedy).
-      top_p: probability to keep, by the smallest set of most likely tokens that reaches it; 1 or None is off.
+      top_p: probability that the kept tokens must reach together; the fewest most likely tokens that reach it are kept.
+        1 or None is off.
       top_k: number of most likely tokens to keep; None or 0 is off.
       min_p: least probability of a kept token, as a fraction of the most likely token's; 0 is off.
       stop_strings: texts that end (or, with tools, pause) a sample as soon as its completion contains one of them.
@@ -128,23 +129,24 @@ class RolloutConfig(SamplingSettings):
       return_logprobs: accepted for compatibility; podrl always returns log-probabilities.
       lanes: number of samples that the whole mesh decodes at once, rounded up to a multiple of its data-parallel size.
         Samples are bitwise reproducible for a fixed number of lanes.
-      steps_per_dispatch: decode steps per device call; the lane of a finished sample is refilled two calls later.
-      page_tokens: tokens per page of the key/value pool, a multiple of steps_per_dispatch.
-      pool_tokens: tokens of key/value cache per data-parallel shard; None holds every lane's longest request. With a
-        smaller pool, the scheduler moves caches of samples to the host when the pool is full.
-      prefill_tokens: tokens prefilled per device call and shard; longer prompts are prefilled in chunks.
+      steps_per_dispatch: number of decode steps per device call; the lane of a finished sample is refilled two calls
+        later.
+      page_tokens: number of tokens per page of the key/value pool, a multiple of steps_per_dispatch.
+      pool_tokens: tokens of key/value cache per data-parallel shard; None has room for every lane's longest request.
+        With a smaller pool, the scheduler moves caches of samples to the host when the pool is full.
+      prefill_tokens: number of tokens prefilled per device call and shard; longer prompts are prefilled in chunks.
       members_per_read: number of samples of one prompt that read a prompt page together; should be about the group
         size.
       window_tokens: number of tokens that a sample draws under each version of the weights except the last, with
         max_staleness of 2 or more (docs/async.md); a multiple of steps_per_dispatch. None computes it from the lengths
         of earlier samples.
-      clock: rule by which weights change inside samples and batches are chosen, with max_staleness of 1 or more.
-        'tokens' counts each sample's tokens, so that a run that is killed and resumed ends with bitwise the same
+      clock: rule that decides where weights change inside samples and which samples make a batch, with max_staleness of
+        1 or more. 'tokens' counts each sample's tokens, so that a killed and resumed run ends with bitwise the same
         weights. 'wall' takes the samples that finish first, for tools that take minutes; it records its decisions in a
         journal, from which the run can be repeated (docs/async.md).
-      merge_adapters: whether, under LoRA, the trainer folds the adapters into the weights and sends the whole model at
+      merge_adapters: True if, with LoRA, the trainer folds the adapters into the weights and sends the whole model at
         every version. Decoding is then as fast as without adapters, and a transfer costs as much as in full training.
-        Otherwise the base is sent once, and the engine applies the adapters.
+        If False, the base model is sent once, and the engine applies the adapters.
       page_kernel: True if decoding on TPUs and GPUs uses podrl's attention kernel; None uses it on v4 and v5p, where it
         reads less memory than XLA's form (docs/measurements/planning.md), and on NVIDIA GPUs from Ampere on. Samples
         drawn with and without the kernel differ in their last bits.
@@ -155,7 +157,7 @@ class RolloutConfig(SamplingSettings):
       Others: defaults of Sampling, see SamplingSettings.
 
     Raises:
-      ValueError: sizes that do not fit together.
+      ValueError: the sizes do not fit together.
     """
 
     max_tokens_to_generate: Count = 64
@@ -232,7 +234,7 @@ class RolloutConfig(SamplingSettings):
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence, prompt included."""
+        """Number of tokens of the longest sequence, prompt included."""
         return self.max_prompt_length + self.response_tokens
 
     def require(self, *, environment: bool) -> None:

@@ -37,8 +37,9 @@ def _on_all_hosts(call: Call) -> Call:
 class Device:
     """Holds an engine's state and prepared weights.
 
-    If the mesh spans several hosts, one of them decides. It sends each call with its arguments (numbers, texts and
-    numpy arrays) to the others, so that all hosts run the same programs on the same values in the same order (`CALLS`).
+    If the mesh spans several hosts, one host decides which calls are made. It sends each call with its arguments
+    (numbers, texts and numpy arrays) to the other hosts, so that all hosts run the same programs on the same values in
+    the same order (`CALLS`).
 
     Attributes:
       engine: programs of the engine.
@@ -77,7 +78,7 @@ class Device:
           wait: True to wait until the call is done, so that calls do not pile up.
         """
         self.state = self.engine.prefills[bucket](self._params, self.state, self.engine.put_rows(flat_BI))
-        # Waits here, because a podrl.mesh.backlog.Backlog could not: the next call donates the state.
+        # A podrl.mesh.backlog.Backlog could not wait for the state, because the next call donates it.
         if wait:
             jax.block_until_ready(self.state.token_R)
 
@@ -91,7 +92,7 @@ class Device:
 
     @_on_all_hosts
     def spill(self, store: str, shard: int, pages: Sequence[int], place: int) -> None:
-        """Copies a store to the host: at most J pages, and with slots the memory at its place."""
+        """Copies a store to the host: its pages, at most J, and in an engine with slots its memory, at `place`."""
         at = shard * self.engine.shape.max_pages
         copies = jax.device_get(self.engine.read_blocks(self.state, self._page_rows(shard, pages)))
         self.spilled[store] = tuple(copy[:, at : at + len(pages)].copy() for copy in copies)

@@ -1,4 +1,4 @@
-"""Device programs of the decode engine, over pools on the rollout mesh: JetStream's prefill, insert and generate."""
+"""Device programs of the decode engine, over pools on the rollout mesh: prefill, insert and generate (as JetStream)."""
 
 import dataclasses
 import functools
@@ -48,8 +48,8 @@ def unrolls(model: ModelConfig, mesh: Mesh, dtype: jnp.dtype) -> bool:
     """Returns True if programs take the weights of each layer as arrays of their own, instead of scanning over layers.
 
     A scan copies the weights of every layer in each decode step. Unrolled layers need no such copies, but the device
-    holds the weights twice. On a GPU the copies take a fifth of a step of 28 layers (docs/measurements/chips.md), so
-    more layers are unrolled there, if a second copy of the weights is small.
+    holds the weights twice. On a GPU the copies take a fifth of a decode step of 28 layers
+    (docs/measurements/chips.md), so models with more layers are unrolled there, if their weights are small.
     """
     if not on_gpu(mesh):
         return model.num_layers <= UNROLLED_LAYERS
@@ -139,7 +139,7 @@ class Engine:
         self.prefills = {
             bucket: self._program(functools.partial(self._prefill, bucket), flat_args=1) for bucket in shape.buckets
         }
-        # Not jitted if it changes nothing, because a program's results would be a second copy of the weights.
+        # Not jitted if weights stay as they are, because the results of a program would be a second copy of them.
         self.prepare = jax.jit(self._prepare) if self.unrolled else self._prepare
 
     # Shapes and shardings.
@@ -228,7 +228,7 @@ class Engine:
         return SampledTokens(row, drawn, row, row, row, row)
 
     def _manual(self, spec: Spec) -> Spec:
-        """Drops the axis `tensor` from a spec: XLA partitions the programs over it, and they handle the other axes."""
+        """Drops the axis `tensor` from a spec: XLA partitions the programs over `tensor`, but over no other axis."""
         kept = [
             tuple(a for a in ((e,) if isinstance(e, str) else e or ()) if a != "tensor") or None for e in tuple(spec)
         ]
@@ -564,7 +564,7 @@ class Engine:
         return state, out
 
     def _any(self, live_R: Array) -> Array:
-        """Returns True while a shard still samples, among the shards whose loops must all take equally many steps."""
+        """Returns True while this shard, or a shard that must run equally many decode steps, has a live lane."""
         alive = jnp.any(live_R)
         # A collective deadlocks unless all its shards run it equally often. Shards gather weights over fsdp and
         # exchange tokens over expert; with tensor > 1 XLA places collectives, so all shards take the same number of
@@ -621,7 +621,7 @@ class Engine:
                     out, updated = delta.mix_one(h_R1D, layer, alike[kind], project, (state, inputs))
                     new = []
                     for m, begin, old, y in zip(whole, at, (state, inputs), updated, strict=True):
-                        # A lane that no longer samples keeps its state: a paused sample goes on from it.
+                        # A lane that no longer samples keeps its state, because a paused sample continues from it.
                         y = jnp.where(live_R.reshape(R, *[1] * (y.ndim - 1)), y, old)
                         new.append(jax.lax.dynamic_update_slice(m, y[None], begin))
                     return out, (new[0], new[1])
@@ -665,7 +665,7 @@ class Engine:
     def _recorded(
         self, added: tuple[Array, ...], route_RTk: Array | None, kind: int, index: Array | int, n: Array | int
     ) -> tuple[Array, ...]:
-        """Adds a layer's routes of some tokens, from place `n` on, to the additions that a dispatch or chunk makes."""
+        """Writes a layer's routes of some tokens, from place `n` on, into the additions to pools (`added`)."""
         if not self.routes or route_RTk is None:
             return added
         *others, route_LR1Nk = added
@@ -676,8 +676,8 @@ class Engine:
     def _flush(self, pool_LMKCH: Array, recent_LRKNH: Array, reads: ReadList, live_R: Array) -> Array:
         """Writes the dispatch's keys, values or routes to pages; lanes that were not live write to the unread page.
 
-        NaN and infinity are replaced by finite numbers. Their lane has failed. A later owner of the page gives unseen
-        keys the weight 0, but 0 x NaN would be NaN.
+        NaN and infinity, which only a failed lane has, are replaced by finite numbers. A later owner of the page gives
+        keys that it does not see the weight 0, but 0 x NaN would be NaN.
         """
         page_R = jnp.where(live_R, reads.write_page_R, self.shape.pages - 1)
 

@@ -1,9 +1,9 @@
-"""A Pallas TPU kernel of decoding attention: every page of a read list goes from the pool to the chip once.
+"""A Pallas TPU kernel of decoding attention: every page of a read list is copied from the pool to the chip once.
 
 A run is a sequence of consecutive reads that serve the same lanes: a prompt's pages for its samples, or the pages of
 one lane. Each step of the grid belongs to a lane. The step of a run's first lane computes the run for all its lanes;
 the steps of its other lanes do nothing. While one block of pages is worked on, the next is copied into a second buffer.
-Softmax goes on from block to block (arXiv 2205.14135), so only each lane's result is written.
+The softmax is updated block by block (arXiv 2205.14135), so only each lane's result is written.
 """
 
 import functools
@@ -81,10 +81,10 @@ def takes(page_tokens: int, head_dim: int, dtype: jnp.dtype, *, numbers: int) ->
 def chosen(
     wanted: bool | None, model: ModelConfig, mesh: Mesh, page_tokens: int, reads: ReadShape, dtype: jnp.dtype
 ) -> bool:
-    """Returns True if an engine uses the attention kernel: as configured, else if the kernel runs and pays.
+    """Returns True if an engine uses the attention kernel: as configured, or by default if it runs and is faster.
 
-    On TPUs it pays if a device has two cores, which share no near memory: XLA then writes the pages that it gathers to
-    HBM (counted: docs/measurements/planning.md). On GPUs it always pays (docs/measurements/chips.md).
+    On TPUs it is faster if a device has two cores, which share no near memory: XLA then writes the pages that it
+    gathers to HBM (counted: docs/measurements/planning.md). On GPUs it is always faster (docs/measurements/chips.md).
 
     Args:
       wanted: `rollout.page_kernel`.
@@ -192,7 +192,7 @@ def _kernel(
     q_WKgH, k_2PKCH, v_2PKCH, sum_WKgH, top_WKg, mass_WKg, moved, copied,
     *, W: int, softcap: float,
 ):  # fmt: skip
-    """Computes the run whose first lane is the lane of this grid step; does nothing if there is none."""
+    """Computes the run whose first lane is the lane of this grid step; does nothing if there is no such run."""
     r = pl.program_id(0)
     number, read = number_R[r], _div(first_R[r], W)
     _, P, K, C, _ = k_2PKCH.shape

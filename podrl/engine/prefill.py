@@ -63,7 +63,7 @@ def packed_calls(
                 queues.setdefault(bucket, {}).setdefault(chunks[wave].shard, []).append(chunks[wave])
         for bucket, by_shard in sorted(queues.items()):
             rows = shape.prefill_rows(bucket)
-            # A call takes as long as its row with the most prior pages, so rows of similar length go together.
+            # The row with the most prior pages decides how long a call takes, so rows with similar numbers go together.
             for queue in by_shard.values():
                 queue.sort(key=lambda chunk: len(chunk.prior))
             for at in range(0, max(len(q) for q in by_shard.values()), rows):

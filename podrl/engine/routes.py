@@ -64,8 +64,8 @@ class RouteReader:
         Args:
           owner: the sample.
           length: number of tokens of prompt and completion.
-          stores: (name, shard, pages) of the store of its prompt and of its own store. If a store is on the host, the
-            name is its key in `Device.spilled`.
+          stores: (name, shard, pages) of the prompt's store and of the sample's own store. If a store is on the host,
+            the name is its key in `Device.spilled`.
         """
         engine = self._device.engine
         *others, route = engine.pools()

@@ -35,8 +35,8 @@ class Draw:
       token_R: id of the token; always in the vocabulary.
       logprob_R: log-probability of the token at the lane's temperature, over the whole vocabulary, nats; 0 in greedy
         lanes, which draw from a point mass.
-      kept_R: share of the probability at that temperature that the lane's filters left; exactly 1 without filters. The
-        token was drawn with log-probability logprob_R - log(kept_R).
+      kept_R: probability, at the lane's temperature, of all tokens that the lane's filters kept; exactly 1 without
+        filters. The token was drawn with log-probability logprob_R - log(kept_R).
       raw_logprob_R: log-probability of the token under softmax of the logits, nats.
       failed_R: True if there is no distribution, because a logit was NaN or +infinity or all were -infinity; the other
         fields are then invalid.
@@ -81,8 +81,7 @@ def draw(
     # times as long there.
     V = logits_RV.shape[-1]
     first_R = jnp.min(jnp.where(logits_RV == top_R[:, None], jnp.arange(V, dtype=jnp.int32), V), axis=-1)
-    # Without a logit that equals the maximum (the compiler may have computed the logits twice, differently) the lane
-    # fails.
+    # The lane fails if no logit equals the maximum: the compiler may have computed the logits twice, with other bits.
     failed_R |= greedy_R & (first_R == V)
     token_R = jnp.where(greedy_R, first_R, sampled_R)
     token_R = jnp.where(failed_R, 0, token_R)
@@ -125,8 +124,8 @@ def _pick(weight_RI: Float[Array, "R I"], uniform_R: Float[Array, " R"]) -> tupl
     total_R = upto_RI[:, -1]
     past_RI = upto_RI <= (uniform_R * total_R)[:, None]
     index_R = jnp.sum(past_RI, axis=-1, dtype=jnp.int32)
-    # Rounding may make the target equal to the total, which no sum exceeds; the right index is then the last one with
-    # weight.
+    # Rounding may make the target equal to the total, which no cumulative sum exceeds. The right index is then the last
+    # one with a weight.
     place_RI = jnp.where(weight_RI > 0, jnp.arange(weight_RI.shape[-1], dtype=jnp.int32), 0)
     last_R = jnp.max(place_RI, axis=-1)
     return jnp.minimum(index_R, last_R), total_R

@@ -2,7 +2,7 @@
 
 Samples of a prompt are kept on one data-parallel shard, where the prompt's pages are read by all of them. Lanes and
 pages change only between dispatches. The scheduler plans a dispatch before the results of the last one are known: it
-assumes that every lane is live until a sample is reported as ended. A wrong guess costs idle steps, never correctness.
+assumes that every lane is live until its sample is reported as ended. A wrong assumption only costs idle decode steps.
 """
 
 import bisect
@@ -17,8 +17,8 @@ import numpy as np
 from podrl.engine.reads import LaneReads, Page, ReadShape
 from podrl.engine.records import DispatchPlan, Feed, Fill, PoolShape, PromptRow, Sample, Status, StoreMove, TokenStore
 
-# Prompts are prefilled ahead while a shard has fewer waiting samples than this factor times its lanes, or than the
-# call's rows.
+# Prompts are prefilled ahead while a shard has fewer waiting samples than this factor times its lanes, or times the
+# call's rows if they are more.
 _AHEAD = 2
 
 
@@ -50,7 +50,7 @@ class _Shard:
         self.assigned: list[Sample] = []  # samples to seat on this shard, in order
         self.running: dict[int, Sample] = {}  # by lane
         self.vacated: list[int] = []  # lanes without a sample that the device may still decode
-        self.reserved: int | None = None  # the result of Scheduler._reserve; None if it must be counted again
+        self.reserved: int | None = None  # number of pages from Scheduler._reserve; None if they must be counted again
 
     def take(self, count: int) -> list[int]:
         """Takes the lowest free pages, so that pages in use stay close together."""
@@ -94,8 +94,8 @@ class Scheduler:
         """Queues the samples of one prompt.
 
         Args:
-          prompt: handle of the prompt. Samples that are added later may have the same prompt. They read the pages that
-            it then has; a prompt without unfinished samples has none, and is prefilled again.
+          prompt: handle of the prompt. Samples that are added later may have the same prompt, and then share its pages.
+            If all earlier samples of the prompt have ended, its pages are gone, and it is prefilled again.
           length: number of tokens of the prompt.
           samples: (handle, largest number of new tokens, expected number of new tokens or None) of each sample.
           pieces: number of groups to cut the samples into; groups may run on different shards.
@@ -180,9 +180,9 @@ class Scheduler:
     def pause(self, handle: int, *, position: int) -> list[TokenStore]:
         """Takes a sample out of its lane until `resume`; keeps the cache of its tokens before `position`.
 
-        In models with linear attention (`PoolShape.slots`) it keeps no token's cache, and all tokens are fed again. A
-        memory cannot be cut back to an earlier position. And only the sample itself, not its neighbours, may decide
-        which tokens are fed again, because feeding a token again changes the last bits of all logits after it.
+        In models with linear attention (`PoolShape.slots`) no cache is kept, and all tokens are fed again, because a
+        memory cannot be cut back to an earlier position. Which tokens are fed again must depend on the sample alone and
+        not on its neighbours, because feeding a token again changes the last bits of all logits after it.
 
         Returns:
           A list with the sample's store if the store's copy on the host is now useless; else an empty list.
@@ -206,7 +206,7 @@ class Scheduler:
         return [sample.store]
 
     def give(self, handle: int, tokens: int) -> None:
-        """Counts tokens that were appended to a sample outside of a lane; they must be fed before it samples again."""
+        """Records that tokens were appended to a sample without a lane; they are fed before it samples again."""
         sample = self.samples[handle]
         sample.unfed += tokens
         sample.position += tokens
@@ -236,7 +236,7 @@ class Scheduler:
         return _Fit(keep, tokens, -(-end // C) - 1, -end % C)
 
     def _room(self, sample: Sample, *, compact: bool) -> int:
-        """Counts the tokens that a sample can still sample after its appended tokens, in the pages it may hold."""
+        """Counts the tokens that the sample can draw after its appended tokens in the pages that it may hold."""
         fit = self._fit(sample, compact=compact)
         left = self.shape.sample_pages - self._prompt_pages(sample) - fit.keep - fit.new
         return left * self.shape.page_tokens + fit.rest // self.shape.steps * self.shape.steps

@@ -24,7 +24,7 @@ from podrl.types import DRAWN, STOP_EOS, STOP_FAILED, STOP_LENGTH, STOP_STRING, 
 
 @dataclasses.dataclass(frozen=True)
 class Opening:
-    """The continuation of a sample: tokens to append without sampling, and the limits of the sampling after them.
+    """How a sample continues: tokens to append without sampling them, and the limits for sampling after them.
 
     Attributes:
       tokens: token ids to append ("appended tokens": text of tools, environments and requests).
@@ -58,18 +58,18 @@ class Track:
       limit: value of `sampled` at which the sample ends or pauses.
       hold: value of `sampled` at which the sample leaves the session, to continue in another; None for never.
       held: True if the sample is outside of a session: it has left its session, or has not entered one yet.
-      recorded: True if `hold` repeats an interruption by the wall clock. Pages are then laid out as in the original
-        run, in which the interruption was not known beforehand.
+      recorded: True if `hold` repeats an interruption by the wall clock. The original run did not know of the
+        interruption beforehand, so pages are then laid out as if there was none.
       stop: reason why the sample ended (`podrl.types.STOP_EOS` and the others); None as long as it has not ended.
       paused: reason why the sample paused, with the values of `stop`; None while it runs.
       first: index of the first token after the tokens that were appended last (`Session.extend`).
       text: text of the completion without end tokens, cut after a stop string; while paused, its part from token
         `first` on.
-      epoch: number of pauses so far. A dispatch launched before a pause may have decoded beyond it; the epoch at the
-        launch shows that these results are void.
-      breaks: numbers of sampled tokens at which the sample continued in another session under the same weights. Prefill
-        computed its keys and values anew at these points, and its last bits differ from decoding's, so a repetition
-        must break at the same points.
+      epoch: number of pauses so far. A dispatch that was launched before a pause may have decoded tokens beyond it. Its
+        results are void, which shows because the epoch at its launch was smaller.
+      breaks: numbers of sampled tokens at which the sample continued in another session under the same weights. There,
+        prefill computed the keys and values of its tokens anew, and prefill's results differ from decoding's in the
+        last bits, so a repetition must break at the same points.
       recording: True to record the experts that the sample's tokens take.
       routes: experts of the tokens of prompt and completion, as in `Rollouts.route_BTX`, when it last left a session.
         Every session computes all tokens anew, so each token has the experts of its newest computation. None before
@@ -240,8 +240,8 @@ class Session:
           tracks: records of the samples.
           pieces: number of groups of samples that may run on different shards (`Scheduler.add`).
           urgent: True if these samples get lanes before samples that are not urgent.
-          shared: True if these samples read the pages of equal prompts that were submitted as `shared` before and are
-            still there; else their prompt is prefilled for them.
+          shared: True if these samples read the prompt pages of earlier `shared` samples with the same prompt, as long
+            as these pages exist; if False, their prompt is prefilled for them.
         """
         for track in tracks:
             track.handle, track.held = self._count, False
@@ -293,7 +293,7 @@ class Session:
         """
         if not self._flights or not self.took:
             return 0.0
-        # Cautious: the dispatch may be shorter than the last ones, and the next one has to be planned and launched.
+        # A cautious estimate: the dispatch may be shorter than earlier ones; the next must be planned and launched.
         began = max(self._flights[0].launched, self._idle_since)
         return max(began + 0.9 * min(self.took) - 2 * max(self.planned) - time.perf_counter(), 0.0)
 
@@ -583,8 +583,8 @@ class Session:
         for store, shard, pages in self._scheduler.finish(track.handle, grown=track.sampled, live=live):
             if store.name in self.device.spilled:
                 self.device.forget(store.name)
-            # Prefill stores keys and values that are NaN or infinite, so that decoding notices them. The next owner of
-            # the pages must not read them.
+            # Prefill stores even keys and values that are NaN or infinite, so that decoding notices them. The next
+            # owner of the pages must not read them.
             if track.stop == STOP_FAILED and pages:
                 self.device.clear(shard, pages)
         del self._tracks[track.handle]

@@ -15,7 +15,7 @@ from podrl.engine.reads import ReadShape
 from podrl.engine.sampling import LaneSampling
 
 STOP_IDS = 8  # largest number of ids that may end a sample or a turn of a sample, including the tokenizer's end tokens
-KEEP, SEAT, FREE = 0, 1, 2  # what `bulk_insert` does with a lane
+KEEP, SEAT, FREE = 0, 1, 2  # actions of `bulk_insert` on a lane
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +119,7 @@ class EngineShape:
     def reads(self) -> ReadShape:
         """Returns the sizes of a read list that has room for any use of the lanes and pages.
 
-        In the worst case every shared read serves only one lane, so there are lanes times a prompt's pages of them.
+        In the worst case every shared read serves only one lane: their number is lanes times pages of a prompt.
         """
         shared = self.lanes * self.prompt_pages
         up = lambda n, block: -(-n // block) * block  # noqa: E731

@@ -74,7 +74,7 @@ class Stats:
       prefill_tokens: number of prompt tokens and appended tokens that prefill computed, padding excluded.
       spills: number of stores moved to the host.
       failed: number of samples that ended because logits were NaN or infinite, by version of the weights.
-      host_seconds: seconds without a dispatch in flight, each time from the last read to the next launch.
+      host_seconds: seconds in which no dispatch was in flight, from the last read to the next launch.
       plan_seconds: seconds spent planning dispatches.
       meter: timer that splits the device's time into seconds of prefill and of decoding.
     """

@@ -3,16 +3,16 @@
 from collections.abc import Callable, Sequence
 
 _PARTIAL = "\ufffd"  # the character that decoders write for bytes that are not (yet) a character
-# Number of characters at the tail's ends that may differ in the whole text, because of cut characters or a stripped
-# space.
+# Number of characters at the ends of the tail's text that may differ from the whole text, because a character is cut or
+# a space is stripped.
 _EDGE = 8
 
 
 class StopFinder:
-    """Looks for any of several stop strings in one sample's completion, decoding only its tail.
+    """Looks for stop strings in a sample's completion, of which only the last tokens, the tail, are decoded.
 
-    A stop string may begin and end inside tokens, and a character may take several tokens, so the tail that is decoded
-    is bounded by its text, not by its tokens. Appended tokens, such as a tool's output, are not searched.
+    A stop string may begin and end inside tokens, and a character may take several tokens, so the tail must hold a
+    number of characters, not of tokens. Appended tokens, such as a tool's output, are not searched.
     """
 
     def __init__(self, strings: Sequence[str], decode: Callable[[list[int]], str]):
@@ -30,8 +30,8 @@ class StopFinder:
         """
         start, self._seen = self._seen, len(tokens)
         text = self._text(tokens[self._first :])
-        # Some decoders write a whole run of bytes as partial while its last character is partial. A stop string in the
-        # run is then visible only in the text of fewer tokens.
+        # While the last character of a run of bytes is incomplete, some decoders write `_PARTIAL` for the whole run. A
+        # stop string in the run is then visible only in the text of fewer tokens.
         if self._contains(text) or _PARTIAL in text:
             for end in range(start + 1, len(tokens) + 1):
                 if self._contains(self._text(tokens[self._first : end])):

@@ -14,8 +14,8 @@ from typing import Any
 from podrl.mappings import JsonObject
 
 Cuts = tuple[tuple[tuple[int, int], ...], ...]
-QUERY = ""  # name of the argument that holds the text between tags, until the tool's own name for it is known
-# Possessive quantifiers (`*+`, `++`) do not backtrack, so no text of a model makes a match slow.
+QUERY = ""  # stands for the name of the argument that gets the text between tags, which only the tool's schema has
+# Possessive quantifiers (`*+`, `++`) do not backtrack, so matching takes linear time for every text of a model.
 _ATTRIBUTE = re.compile(r"""\s++([\w.:-]++)\s*+=\s*+(?:"([^"]*+)"|'([^']*+)'|([^\s"'>]++))""")
 _CLOSING = re.compile(r"\s*+>")
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
@@ -28,7 +28,8 @@ _CALLED = (*_ARGUMENTS, "tool_calls", "function_call")  # keys that a JSON objec
 _SOMETHING_CALLED = re.compile(
     rf"""(?:\[\s*+)?\{{\s*+["']?+(?:name|function|type|tool|tool_name|{"|".join(_CALLED)})["']?+\s*+:"""
 )
-_SET_OFF = re.compile(r"(?:```\w*+|(?<!<answer)>)\s*+\Z")  # a code fence or a tag before JSON: no sentence quotes it
+# A code fence or a tag at the end of the text before a JSON value. Such JSON is not quoted in a sentence.
+_SET_OFF = re.compile(r"(?:```\w*+|(?<!<answer)>)\s*+\Z")
 _BEHIND = " \t\r\n,;"  # characters that may separate two calls
 _BEGIN = re.compile(r"[\[{]")
 _PART = re.compile(
@@ -59,7 +60,7 @@ class Call:
     Attributes:
       name: name of the tool; '' if no name can be read.
       arguments: arguments by name; QUERY is the key of the text between tags.
-      problem: reason why the call cannot be run, in the words that the model reads; '' if it can be run.
+      problem: reason why the call cannot be run, as a text for the model; '' if the call can be run.
     """
 
     name: str
@@ -160,7 +161,7 @@ class Tags:
         return ((found.start(), found[1]) for found in re.finditer(rf"<({names})(?=[\s>])", text) if names)
 
     def _unread(self, visible: str) -> list[Call]:
-        """Makes a call with a problem if a turn without a closing tag seems to attempt a call; else no call."""
+        """Returns a call with a problem if a turn without a closing tag seems to attempt a call, else no call."""
         names = "|".join(map(re.escape, self._openings))
         if names and re.search(rf"<(?:{names})(?=[\s>(/=:]|\Z)", visible):
             return [Call("", problem=f"The call is not closed. Write {self._example()}.")]
@@ -355,7 +356,7 @@ class Json:
         return parsed if any(call.arguments and _alike(call.name, self._tools) for call in parsed[-_LAST_TAGS:]) else []
 
     def _is_meant(self, value: object) -> bool:
-        """Returns True if an object has arguments and names a known tool, but under a key that calls do not use."""
+        """Returns True if an object has arguments, and a known tool's name as any key or value."""
         words = (*value, *value.values()) if isinstance(value, dict) and any(key in value for key in _CALLED) else ()
         return any(isinstance(word, str) and word in self._tools for word in words)
 
@@ -401,10 +402,10 @@ Format = Tags | Json
 
 
 def format_of(parser: str, tools: Sequence[str]) -> Format:
-    """Makes the format of a parser.
+    """Returns the format that a parser reads.
 
     Args:
-      parser: name of the parser, or one of its aliases (EnvironmentConfig.parser).
+      parser: name of the parser, or an alias of it (EnvironmentConfig.parser).
       tools: names of the tools that the model may call.
     """
     match ALIASES.get(parser, parser):
@@ -469,7 +470,7 @@ def decoded(text: str) -> Any:
 
 
 def abbreviated(word: str) -> str:
-    """Shortens text of the model for a message or a record, to 80 characters."""
+    """Shortens a text of the model to 80 characters, for a message or a record."""
     return word if len(word) <= _SHOWN else f"{word[:_SHOWN]}..."
 
 
@@ -482,8 +483,8 @@ def shortened(
 ) -> str:
     """Shortens an observation so that each group of `cuts` has about `limit` tokens at most.
 
-    The middle of a long range is left out. Room that a short range does not need goes to the longer ranges of its
-    group.
+    The middle of a long range is left out. Tokens that a short range does not use are granted to the longer ranges of
+    its group.
 
     Args:
       text: the observation.
@@ -557,7 +558,7 @@ def _json_in(text: str) -> tuple[list[tuple[int, int]], list[int]]:
     """Finds the JSON in a text in one pass. A JSON decoder would start again at each bracket, in quadratic time.
 
     Returns:
-      (start and end of each outermost object or array, start of each call that breaks off).
+      (start and end of each outermost object or array, start of each call whose JSON is incomplete or malformed).
     """
     whole: list[tuple[int, int]] = []
     broken: list[int] = []
@@ -668,7 +669,7 @@ def _values(text: str, most: int | None = None) -> list[object]:
 
 
 def check_depth(value: object) -> None:
-    """Raises ValueError if arrays and objects nest deeper than `DEPTH`, at which code that recurses could fail."""
+    """Raises ValueError if arrays and objects nest deeper than `DEPTH`, because recursive code could fail on them."""
     level = [value] if isinstance(value, dict | list) else []
     for _ in range(DEPTH):
         level = [
@@ -712,7 +713,7 @@ def _in_other_tags(visible: str, tools: Sequence[str]) -> bool:
 
 
 def _kinds(property_: object) -> list[object]:
-    """Lists the types that a property of a schema allows, without the values that the schema enumerates."""
+    """Lists the types that a property of a schema allows; none for a schema that enumerates its values."""
     if not isinstance(property_, Mapping) or "enum" in property_:
         return []
     kind = property_.get("type")

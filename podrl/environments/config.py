@@ -33,11 +33,11 @@ class MCPServer:
       target: command that starts the server (stdio), or its address: 'http://host:port/mcp' (streamable http) or
         'http://host:port/sse' (sse). `python` as the first word of a command is the interpreter that runs podrl.
       names: tools that the model may call, by the names that the model uses; empty for all tools of the server.
-      aliases: the server's name for a tool, by the name that the model uses; needed only where the two differ.
-      query: argument that receives the text between the tags of a call, by the name of the tool; for other tools, the
-        first of query, url, webpage_url, input and text that the tool has, else a required argument.
-      result: tag around each document of a tool's answer, by the name of the tool: 'snippet' or 'webpage'. For other
-        tools, the tag of DR-Tulu's tool of this name, else none: the answer is one text.
+      aliases: the server's name for a tool, by the name that the model uses; needed only if the two names differ.
+      query: argument that receives the text between the tags of a call, by the name of the tool. For a tool without an
+        entry, the first of query, url, webpage_url, input and text that the tool has, else a required argument.
+      result: tag around each document of a tool's answer, by the name of the tool: 'snippet' or 'webpage'. A tool
+        without an entry has the tag of DR-Tulu's tool of the same name, else no tag: its answer is one text.
       deadline_s: longest time of one call, seconds.
       retries: number of times that a call is repeated after the connection was lost during it.
       concurrency: largest number of calls at the same time.
@@ -84,7 +84,7 @@ class MCPServer:
                     f"env.mcp.headers: {header!r} names no environment variable. Write its value as $NAME, such as "
                     "'Bearer $SEARCH_TOKEN', and set the variable where the job runs."
                 )
-        Limits(environment=self._variables())  # refuses the secrets of the job itself
+        Limits(environment=self._variables())  # raises an error if a variable holds the job's own secret
 
     @property
     def is_url(self) -> bool:
@@ -153,27 +153,27 @@ class EnvironmentConfig:
       failed_share: largest share of the samples of a batch whose programs may fail; more failures end the job.
       history: 'template' opens a branch where the chat template renders earlier turns differently from how they were
         sampled, as templates that drop thoughts do: the model then reads what it will read when deployed. 'append'
-        continues the sampled tokens there.
+        continues the sampled tokens instead.
       tools: Python tools: 'file.py:function', 'package.module:function' or the name of a built-in tool.
       mcp: servers that offer tools, each an MCPServer or only its target.
       parser: format in which the model writes a tool call. 'call_tool' (also 'v20250824'), 'tool' (also 'unified') and
         'legacy' are DR-Tulu's formats. 'hermes' (also 'qwen3') is JSON in <tool_call> tags; 'json' (also 'llama3',
-        'gemma') is JSON without tags. With these two, the model's chat template lists the tools and their schemas in
-        the prompt.
+        'gemma') is JSON without tags. For 'hermes' and 'json', the model's chat template lists the tools and their
+        schemas in the prompt.
       max_tool_calls: largest number of calls that are run for one sample. The next call gets the answer
-        'Max tool calls exceeded.', and later ones are not read.
+        'Max tool calls exceeded.', and all later calls are taken for ordinary text.
       max_calls_per_tool: largest number of calls of a tool that are run for one sample, by the name of the tool;
         further calls of that tool fail. A tool without an entry is limited by max_tool_calls alone.
       arguments: arguments that are added to a call if the model leaves them out, by the names of tool and argument.
       max_turns: largest number of turns of the model in one episode.
-      calls_per_window: number of turns that a sample may end in each window before its last one; used with a
-        max_staleness of 2 or more. The environment's answer to the last of these turns enters the sample in the next
+      calls_per_window: largest number of turns that a sample may end in each of its windows except the last; used with
+        a max_staleness of 2 or more. The environment's answer to the last of these turns enters the sample in the next
         window, so that slow tools run while the trainer updates. None sets no limit: a window then waits for all
         answers.
       output_tokens: largest number of tokens of one tool's output. The middle of a longer output is left out, and a
         note in its place says how much.
-      deadline_s: longest time of the environment and its tools in one episode, seconds, without the time of waiting
-        for the model. A sample that takes longer is left out of the loss.
+      deadline_s: longest time that the environment and its tools may take in one episode, seconds; time of waiting for
+        the model does not count. A sample that takes longer is left out of the loss.
       call_deadline_s: longest time of one call of a Python tool, seconds.
       blocked_s: longest time for which an environment's code may block its process, seconds. The other episodes of the
         process wait in the meantime.
@@ -265,14 +265,14 @@ class EnvironmentConfig:
 
     @property
     def agent(self) -> str:
-        """The agent program as it was named: its command, or the interpreter of verifiers; '' for none."""
+        """The setting that names the agent program: its command, or the interpreter of verifiers; '' for none."""
         return self.program or self.verifiers
 
     @property
     def command(self) -> list[str]:
         """The words of the agent program's command; none without a program."""
         if self.verifiers:
-            # -P keeps the file's directory, whose modules are podrl's, from being searched for imports.
+            # Without -P, Python would search the file's directory for imports and find podrl's modules there.
             return [self.verifiers, "-P", str(VERIFIERS_AGENT)]
         return shlex.split(self.program)
 
@@ -283,7 +283,7 @@ class EnvironmentConfig:
 
     @property
     def branches(self) -> bool:
-        """True if an environment of the job may ask by Model.chat, so that its samples may have several pieces."""
+        """True if an environment of the job may call Model.chat, so that its samples may have several pieces."""
         return any(choice not in (TOOLS, NONE) for choice in self.choices)
 
     @property
@@ -313,5 +313,5 @@ class EnvironmentConfig:
 
     @property
     def servers(self) -> tuple[MCPServer, ...]:
-        """The servers of `mcp`, with an MCPServer for each target that stands alone."""
+        """The servers of `mcp`; an entry that is only a target becomes an MCPServer."""
         return tuple(MCPServer(one) if isinstance(one, str) else one for one in self.mcp)

@@ -1,9 +1,9 @@
 """The record of a finished episode: its requests, the answers that it got or their hashes, and its result.
 
 A run that is started again plays the record instead of running the episode's program again. A program may behave
-differently the second time, so only the record leads to the same sample. By the wall clock, the model would also draw
-the answers under other versions of its weights, so the record holds the sampled tokens, too, and the experts that the
-tokens took, if they are recorded. These are known only once the episode has left the engine.
+differently the second time, so only the record leads to the same sample. In a run by the wall clock, the model would
+also sample the answers under other versions of its weights. The record of such a run therefore holds the sampled tokens
+and, if the run records them, the experts of each token, which are known only once the episode has left the engine.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ class FinishedEpisode:
       turns: `digest` of the model's turn after each request.
       result: reward, metrics, text and reason, as in a podrl.environments.workers.EpisodeEnd.
       drawn: packed token columns of the answer to each request (podrl.environments.workers.EpisodeObservation.drawn);
-        empty if the model draws the same again.
+        empty if the model samples the same answers again.
     """
 
     requests: Sequence[EpisodeRequest]
@@ -35,7 +35,7 @@ class FinishedEpisode:
     drawn: Sequence[PackedTokens | None] = ()
 
     def record(self) -> JsonObject:
-        """Writes the episode as JSON; a conversation that repeats the beginning of an earlier one omits that part."""
+        """Returns the episode as JSON; messages that repeat the beginning of an earlier conversation are left out."""
         requests = [_shortened(request, self.requests[:i]) for i, request in enumerate(self.requests)]
         optional = {"drawn": list(self.drawn)} if self.drawn else {}
         return {"said": requests, "turns": list(self.turns), "result": dict(self.result), **optional}
@@ -56,7 +56,7 @@ def digest(turn: JsonObject) -> str:
 
 
 def _shortened(request: EpisodeRequest, before: Sequence[EpisodeRequest]) -> EpisodeRequest:
-    """Cuts off the messages that repeat an earlier conversation; `of` is its number, `keep` the number of messages."""
+    """Cuts off the first `keep` messages, which are those of an earlier conversation, number `of`."""
     if not (chat := request.get("chat")):
         return request
     shared = [
@@ -82,5 +82,5 @@ def _lengthened(request: EpisodeRequest, before: Sequence[EpisodeRequest]) -> Ep
 
 
 def _shared(one: Sequence[object], other: Sequence[object]) -> int:
-    """Counts the messages with which two conversations begin alike."""
+    """Counts the first messages that two conversations have in common."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

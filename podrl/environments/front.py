@@ -1,4 +1,4 @@
-"""Starts the front's process, opens and closes its keys, and passes requests and answers."""
+"""Runs the front, the process of the agents' HTTP endpoint: opens and closes keys, passes on requests and answers."""
 
 import asyncio
 import dataclasses
@@ -38,7 +38,7 @@ class FrontSettings:
       context_tokens: largest number of tokens of a prompt and its answer, which /v1/models reports; 0 reports nothing.
       max_requests: largest number of open requests of one key; further requests wait.
       body_bytes: longest body of a request, in bytes.
-      grace_s: seconds for which a request stays open after its last client has hung up, so that a retry can join it.
+      grace_s: seconds for which a request stays open after its last client has hung up; a retry can join it meanwhile.
       page: True if `GET /?key=KEY` shows the newest requests and answers to a browser.
     """
 
@@ -61,7 +61,7 @@ class Handler(Protocol):
         ...
 
     def on_disconnect(self, number: int) -> None:
-        """Cancels a request whose clients have all hung up before they got an answer."""
+        """Called when all clients of a request have hung up without an answer; the request is cancelled."""
         ...
 
     def on_delivered(self, number: int) -> None:
@@ -74,7 +74,7 @@ class Handler(Protocol):
 
 
 class Front:
-    """Runs an endpoint like OpenAI's in its own process, and talks to it on the running event loop.
+    """Runs an HTTP endpoint like OpenAI's in a process of its own, and exchanges frames with it on the event loop.
 
     Attributes:
       settings: settings of the endpoint.

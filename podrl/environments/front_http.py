@@ -23,7 +23,7 @@ from podrl.environments.wire.requests import RefusedRequest
 BACKLOG = 4096  # connections that wait to be accepted
 _IDLE_S = 3600.0  # longest time that a client may send no request, or read nothing of a response
 _END_S = 1.0  # longest wait for open requests at the end of the server
-_SILENT_S = 60.0  # longest wait for the next piece of a body; a request that waits counts as open
+_SILENT_S = 60.0  # longest wait for the next piece of a body; meanwhile the request counts as open
 _MAX_HEAD = 1 << 16  # bytes of a head, or of the trailers of a body
 _MAX_UNREAD = 1 << 16  # bytes of a body that may arrive before they are read
 _MAX_WAITING = 64  # requests of a connection that wait for the response to an earlier one
@@ -126,7 +126,7 @@ class Client:
                 content.clear()
             else:
                 content += piece
-            # Also after the last piece, because a connection that does not read notices no client that hangs up.
+            # Resumed after the last piece, too: a connection that does not read does not notice that a client hangs up.
             self._connection.resume()
             if self._complete or length > max_bytes:
                 return content, length
@@ -189,7 +189,7 @@ class Client:
         await self._send(content)
 
     def _head(self, status: int, content_type: str, headers: str) -> bytes:
-        # The rest of an unfinished request could be taken for the next request.
+        # If the request is not complete yet, its rest could be taken for the next request.
         self.keep_alive = self.keep_alive and self._complete
         end = "" if self.keep_alive else "connection: close\r\n"
         return (
@@ -234,7 +234,7 @@ class Connection(asyncio.Protocol):
 
     def _new_parser(self) -> httptools.HttpRequestParser:
         parser = httptools.HttpRequestParser(self)
-        # Otherwise a request behind the last one of a connection would fail that one too.
+        # Otherwise a request that follows the last request of a connection would make the last request fail, too.
         parser.set_dangerous_leniencies(lenient_data_after_close=True)
         return parser
 
@@ -298,7 +298,7 @@ class Connection(asyncio.Protocol):
             client.wake()
 
     def pause_writing(self) -> None:
-        """Lets responses wait until the client has read more."""
+        """Makes responses wait until the client has read more."""
         self.full, self.active_s = True, self._loop.time()
 
     def resume_writing(self) -> None:
@@ -314,8 +314,8 @@ class Connection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as offer:
-            # The client offers another protocol, as the first request of Java's does. The parser skips the body of such
-            # a request, so another parser gets the request without the offer.
+            # The client offers another protocol, as Java's client does in its first request. The parser skips the body
+            # of such a request, so another parser gets the request without the offer.
             if self._headers.pop(b"upgrade", None) is None:
                 self._refuse("The server opens no tunnels: send no CONNECT.")
                 return
@@ -325,7 +325,7 @@ class Connection(asyncio.Protocol):
             self._parser = self._new_parser()
             self.data_received(b"\r\n".join([*head, b"", b""]) + data[offer.args[0] :])
         except httptools.HttpParserError as error:
-            # The context is the error of `on_headers_complete`.
+            # If `on_headers_complete` raised an error, that error is the context of this one.
             self._refuse(str(error.__context__ or f"The request is not HTTP/1.1: {error}."))
         else:
             if self._unparsed > _MAX_HEAD:
@@ -350,7 +350,7 @@ class Connection(asyncio.Protocol):
         self._url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Takes a header, or a trailer of a body, which is dropped."""
+        """Stores a header; drops a trailer of a body."""
         if self._client is None:
             self._headers[name.lower()] = value
 
@@ -368,7 +368,7 @@ class Connection(asyncio.Protocol):
         if len(self._clients) > 1:
             self._transport.pause_reading()
         if len(self._clients) > _MAX_WAITING:  # many requests came in one piece
-            # The parser fails with an HttpParserError.
+            # The parser turns this error into an HttpParserError.
             raise ValueError(f"More than {_MAX_WAITING} requests wait for the response to an earlier one: send fewer.")
 
     def on_body(self, piece: bytes) -> None:

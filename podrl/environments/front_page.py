@@ -1,4 +1,4 @@
-"""The page of podrl.serve: the newest requests and answers as trees of branches, with the reason why each one began."""
+"""The page of podrl.serve: the newest requests and answers as trees of branches, with the reason for each branch."""
 
 import array
 import collections
@@ -28,7 +28,7 @@ class _Node:
       number: number of the request, from 1.
       request: the parsed request.
       answers: the answers as messages of the assistant.
-      ends: tokens of the prompt with each answer, 4 bytes each.
+      ends: for each answer, the tokens of the prompt and the answer, 4 bytes per token.
       parent: number of the earlier request whose answer this request continues; 0 if it continues none.
       reason: reason why the request began a branch; '' if it continues one.
       tokens: number of tokens of the prompt, of the prompt after the continued answer, and of the answers.
@@ -53,7 +53,7 @@ class FrontPage:
         self._numbers = itertools.count(1)
 
     def add(self, request: ParsedRequest, answer: Answer) -> None:
-        """Takes an answered request."""
+        """Adds an answered request."""
         prompt = _packed(answer.prompt_ids)
         known = [(len(end), node) for node in self._nodes for end in node.ends if prompt.startswith(end)]
         shared, before = max(known, key=lambda each: each[0], default=(0, None))
@@ -101,7 +101,7 @@ class FrontPage:
 
 
 def _branch_html(node: _Node, nodes: Mapping[int, _Node], children: Mapping[int, Sequence[_Node]]) -> str:
-    """Writes a branch: a request, the requests that go on one after the other, and the branches that begin there."""
+    """Writes a branch: a request, the chain of requests that continue it, and the branches that begin at its end."""
     parts = ["<details open><summary>"]
     current: _Node | None = node
     while current is not None:

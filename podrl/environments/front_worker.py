@@ -28,8 +28,8 @@ from podrl.workers import child
 from podrl.workers.frames import frame_of
 
 _BEAT_S = 3.0  # an idle stream sends a comment this often, so that no proxy closes it
-_LARGE = 1 << 20  # bytes; longer bodies are read one at a time, which bounds the memory
-_KEPT = 32  # number of an episode's requests, open ones included, above which answered requests are forgotten
+_LARGE = 1 << 20  # bytes; longer bodies are read one after the other, which bounds the memory
+_KEPT = 32  # if an episode has more requests, open ones included, its oldest answered requests are forgotten
 _DIALECTS: Mapping[str, Any] = {
     "/v1/chat/completions": chat,
     "/v1/responses": responses,
@@ -41,7 +41,7 @@ _DIALECTS: Mapping[str, Any] = {
 _TYPED = ("/v1/responses", "/v1/messages")  # paths whose errors and events have a field `type`
 _JSON = "application/json"
 # Many clients split a stream at every character that Unicode calls the end of a line, as str.splitlines does. JSON
-# escapes the other ones.
+# escapes the other line ends.
 _LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
 # Headers of the page.
 _NO_SCRIPTS = (
@@ -205,7 +205,7 @@ class Endpoint:
         Raises:
           RefusedRequest: no open episode has this key.
         """
-        # The time of a look-up by digest tells an attacker nothing about the key.
+        # The duration of a look-up by digest tells an attacker nothing about the key.
         digest = _digest(client.key)
         episode = self._episodes.get(digest)
         known = self._digests[episode.name] if episode is not None else bytes(len(digest))
@@ -255,7 +255,7 @@ class Endpoint:
         answered = (old for old in episode.exchanges.values() if old.delivered and not old.clients)
         for old in list(itertools.islice(answered, max(len(episode.exchanges) - _KEPT, 0))):
             self._forget(episode, old)
-        # Not `asdict`, which copies every message: that was an eighth of this process's time.
+        # Not `asdict`, which copies every message: the copies took an eighth of this process's time.
         fields = {**vars(request), "model_request": vars(request.model_request)}
         self._send({"request": exchange.number, "episode": episode.name, "fields": fields})
         # After `_send`, so that no retry joins a request that could not be written.
@@ -263,7 +263,7 @@ class Endpoint:
         return exchange
 
     def _on_client_done(self, episode: _Episode, exchange: _Exchange) -> None:
-        """Cancels a request after its last client has hung up, unless a retry joins it within the grace."""
+        """Cancels a request after its last client has hung up, unless a retry joins it within `grace_s` seconds."""
 
         def cancel_if_unread() -> None:
             if not exchange.clients and not exchange.delivered and exchange.number in self._exchanges:

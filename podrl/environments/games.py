@@ -22,7 +22,7 @@ Opponent = Callable[[str], str]
 def text_arena(game: str, *, opponent: Opponent | None = None, **settings: object) -> SteppedEnvironment:
     """Makes the environment of a game of TextArena, which the model plays as player 0.
 
-    The reward is the one that the game gives to player 0.
+    The reward is the reward that the game gives to player 0.
 
     Args:
       game: id of the game, such as 'GuessTheNumber-v0'.

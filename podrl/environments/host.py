@@ -1,4 +1,4 @@
-"""Runs all episodes of a process in workers, and replays their logs in a new worker if a worker dies or blocks."""
+"""Runs a process's episodes in workers; if a worker dies or blocks, replays the logs of its episodes in others."""
 
 import asyncio
 import dataclasses
@@ -24,11 +24,11 @@ from podrl.workers.process import LOAD_S, Process
 from podrl.workers.user_code import Limits
 from podrl.workers.user_objects import spec_at
 
-# A function of an outside call: (task, name of the tool, start, end, failed). Start and end are times of
-# time.monotonic(), seconds; `failed` is the kind of failure, or ''.
+# Function that receives a finished outside call: (task, name of the tool, start, end, failed). Start and end are times
+# of time.monotonic(), seconds; `failed` is the kind of failure, or ''.
 CallReporter = Callable[[Task, str, float, float, str], None]
 _MAX_LOST_WORKERS = 3  # workers that an episode may lose in a row before the job ends
-_SILENT_S = 3 * HEARTBEAT_S  # after this time without a frame, a worker counts as blocked by one of its episodes
+_SILENT_S = 3 * HEARTBEAT_S  # a worker without a frame for this time counts as blocked by one of its episodes
 _log = logging.getLogger("podrl.environments")
 
 
@@ -94,8 +94,8 @@ class _WorkerProcess:
     Attributes:
       process: the process.
       last_frame_at: time of the last frame from the process, by time.monotonic().
-      handling: attempt of the episode whose frame the process has reported last as the one that it handles; None before
-        the first such frame.
+      handling: attempt of the episode whose frame the process handles, by its last report; None before the first
+        report, and for a frame that belongs to no episode.
       loaded: future of the reply to loading the environments.
       episodes: numbers of the episodes in this process.
     """
@@ -134,7 +134,8 @@ class EnvironmentHost:
             {"done": episode, ...} or {"restart": episode}).
           on_call: function that receives each outside call that is made, except calls that the journal answers; None
             for no such function.
-          error_files: directory of the files with the standard error of MCP servers; None writes to this process's own.
+          error_files: directory for the standard error of MCP servers, one file each; None writes it to the standard
+            error of this process.
         """
         self._config, self._limits, self._journal, self._emit = config, limits, journal, emit
         self._on_call, self._folder = on_call, error_files
@@ -154,8 +155,8 @@ class EnvironmentHost:
           (parser of tool calls, declarations of the tools); no declarations for an environment without tools.
 
         Raises:
-          ValueError: the environment or a tool cannot be loaded, or env.others is set with a parser whose tools every
-            prompt lists.
+          ValueError: the environment or a tool cannot be loaded, or env.others is set with a parser that needs the
+            tools listed in every prompt.
           ServiceError: an MCP server does not answer.
         """
         self._workers = [self._start_worker() for _ in range(self._config.workers)]
@@ -294,7 +295,7 @@ class EnvironmentHost:
         if culprit is not None:
             self._end(culprit, "deadline")
         for episode in [self._episodes[number] for number in sorted(worker.episodes)]:
-            episode.attempts += culprit is None  # a worker that an episode blocked is not the fault of the others
+            episode.attempts += culprit is None  # if one episode blocked the worker, the others are not charged with it
             if episode.attempts > _MAX_LOST_WORKERS:
                 self._emit(
                     EnvironmentFailure(f"{self._name(episode)} lost {_MAX_LOST_WORKERS} workers in a row: {why}")
@@ -339,7 +340,7 @@ class EnvironmentHost:
             self._run_clock(episode)
 
     def _end_attempt(self, episode: _Episode) -> None:
-        self._stop_clock(episode, counts=False)  # a replay repeats this work, and counts its time
+        self._stop_clock(episode, counts=False)  # the replay will repeat this work and count its time
         for job in episode.jobs.values():
             job.cancel()
         episode.jobs.clear()
@@ -421,7 +422,7 @@ class EnvironmentHost:
         self._emit({"turn_request": episode.number, **finished.requests[at], "records": [], "drawn": drawn})
 
     def _restart(self, episode: _Episode) -> None:
-        """Starts a recorded episode in a worker, because the model's answer differs from the earlier run's."""
+        """Starts a recorded episode in a worker, because the model's answer differs from its answer in the record."""
         if not self._warned:
             _log.warning(
                 "%s is recorded as finished, but the model now answers otherwise (turn %d): the program runs again, "
@@ -439,7 +440,7 @@ class EnvironmentHost:
         recorded = self._is_recorded(episode.task) and (
             self._config.agent or any(observation.get("chat") for observation in episode.observations)
         )
-        # A record cannot repeat an episode with a request whose answer the environment did not wait for.
+        # If the environment did not wait for the answer to a request, a record could not repeat the episode.
         if not recorded or result["reason"] == "failed" or len(episode.turns) < len(episode.observations):
             self._end(episode, "ended", result)
             return
@@ -575,7 +576,7 @@ class EnvironmentHost:
           episode: the episode that sent the request.
           number: number of the request.
           answer: the answer, JSON values.
-          recorded: True if the answer came from the journal, or is the same in each run, and needs no record.
+          recorded: True if the answer needs no record: it came from the journal, or is the same in each run.
         """
         if not recorded:
             self._report_call(episode, number, answer)

@@ -62,7 +62,7 @@ class Journal:
         self._store, self.exact = store, exact
         self._known: dict[str, Records] = {}
         self._old: set[str] = set()  # names of steps that must be read again, as other processes may have added records
-        self._shed: set[str] = set()  # names of steps with added records that are not in `_known`
+        self._shed: set[str] = set()  # names of steps with records that were added to the store but not to `_known`
         self._warned = not exact
 
     async def find(self, task: Task, number: int, description: str) -> JsonObject | None:
@@ -95,7 +95,7 @@ class Journal:
         return None
 
     async def add(self, task: Task, number: int, description: str, answer: JsonObject) -> None:
-        """Records the answer to a request; the arguments are those of `find`, and the answer as JSON values."""
+        """Records `answer`, JSON values, as the answer to a request; see `find` for the other arguments."""
         record = {
             "index": task.index,
             "sample": task.sample,
@@ -124,9 +124,9 @@ class Journal:
 class Files:
     """Keeps records in `directory`/<name>.jsonl, each a line with a checksum; any thread may call any method.
 
-    A damaged line is logged and stays in the file; a sample that reaches its request again makes the call again. One
-    thread writes. Records that arrive while it waits for the disk are written together afterwards. Records of finished
-    episodes with their tokens leave the memory once they are written.
+    A damaged line is logged and stays in the file; a sample that needs its answer makes the call again. One thread
+    writes. Records that arrive while this thread waits for the disk are written together afterwards. Records of
+    finished episodes with their tokens are kept on disk only.
     """
 
     def __init__(self, directory: pathlib.Path, written: Callable[[], None] = lambda: None) -> None:
@@ -192,7 +192,7 @@ class Files:
             return list(self._read(name).values())
 
     def _add(self, name: str, record: JournalEntry) -> "Future[Message]":
-        """Hands a record to the writing thread; the returned future is done when the disk has the record."""
+        """Queues a record for the writing thread; the returned future is done when the disk has the record."""
         done: Future[Message] = Future()
         # A running future cannot be cancelled: a caller that stops waiting for the record must not stop the write.
         done.set_running_or_notify_cancel()
@@ -270,7 +270,7 @@ class Files:
 
 
 class AtLeader:
-    """Accesses the records that the job's leader keeps (`Files.serve`), for a process without a run directory."""
+    """The RecordStore of a process without a run directory: asks the job's leader, which keeps the `Files`."""
 
     def __init__(self, pod: Pod, deadline_s: float) -> None:
         """Stores the arguments.

@@ -115,7 +115,7 @@ class _Server:
                 self._checks.add(check)
                 check.add_done_callback(self._checks.discard)
                 return {"text": f"Timed out after {self._server.deadline_s:g} s.", "failed": "deadline"}
-            except Exception as error:  # noqa: BLE001 - a refusal becomes text, and a lost connection another attempt
+            except Exception as error:  # noqa: BLE001 - a refusal becomes text; a lost connection leads to a new attempt
                 why = _describe(error)
                 if session is self._session and await self._alive(session):
                     return {"text": plain(why), "failed": "arguments"}
@@ -127,8 +127,8 @@ class _Server:
         return {"text": f"The connection to the tool was lost: {plain(why)}", "failed": "lost"}
 
     async def _call_while_alive(self, session: Any, name: str, arguments: JsonObject) -> Any:
-        """Calls a tool, and checks meanwhile that a server on the network is still there, because some clients do not
-        notice.
+        """Calls a tool; meanwhile checks that a server on the network still runs, because some clients do not notice
+        its end.
 
         Raises:
           ConnectionError: the server is gone.
@@ -307,7 +307,7 @@ def _text_of(content: Any) -> str:
 
 
 def _describe(error: BaseException) -> str:
-    """Describes the innermost first error of an exception group: its class and the first line of its message."""
+    """Describes an error, of an exception group the first error: its class and the first line of its message."""
     error = _innermost(error)
     text = str(error).strip().partition("\n")[0][:300] or "no answer in time" * isinstance(error, TimeoutError)
     return f"{type(error).__name__}{': ' * bool(text)}{text}"

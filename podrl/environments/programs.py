@@ -39,8 +39,8 @@ class AgentFailure(Exception):  # noqa: N818 - a lost sample, not an error of th
     """A program failed, and its sample is lost; the message ends with what it wrote to standard error.
 
     Attributes:
-      kind: 'agent' if the program failed, 'infrastructure' if the endpoint did; 'environment' or 'grading' if the
-        program said so (podrl.agent.Failure), 'grading' also if its result cannot be read.
+      kind: 'agent' if the program failed, 'infrastructure' if the endpoint failed; 'environment' or 'grading' if the
+        program reported this kind (podrl.agent.Failure); 'grading' also if the program's result cannot be read.
       process_alive: True if the process is ready for its next task.
     """
 
@@ -76,7 +76,7 @@ class _Session:
     """The requests of one episode.
 
     Attributes:
-      model: answers one request at a time.
+      model: model of the episode, which answers one request at a time.
       failed: future that gets the episode's AgentFailure, if the episode fails; set once.
       turn: lock of the model.
       open: requests whose answers have not arrived yet.
@@ -114,8 +114,8 @@ class ProgramEnvironment:
     """Runs an episode for each task in a process of the user's program.
 
     A process runs one episode at a time, and then takes the next task. It reads one JSON object per line, a task with
-    the endpoint's address and the key of this episode, and answers with one JSON object per line. podrl.agent is the
-    other side.
+    the endpoint's address and the key of this episode, and answers with one JSON object per line. podrl.agent has the
+    program's side of this protocol.
     """
 
     def __init__(self, config: EnvironmentConfig, folder: str) -> None:
@@ -153,8 +153,8 @@ class ProgramEnvironment:
         """Plays one episode, see podrl.environments.protocol.Environment.
 
         Raises:
-          AgentFailure: the program failed. A failure after a request that found no room or no turns left is not raised:
-            it ends the episode.
+          AgentFailure: the program failed. If a request had found no room or no turns left before, the failure of the
+            program only ends the episode.
         """
         model.clock(runs=False)  # the wait for a free process does not count as time of the episode
         async with self._process_slot(model):
@@ -188,7 +188,10 @@ class ProgramEnvironment:
                 session.failed.cancel()
 
     async def _keep_process(self, runner: "_Runner") -> None:
-        """Keeps a process for the next episode; ends it if enough wait, as after a window in which episodes rested."""
+        """Keeps a process for the next episode; ends it if env.processes idle processes are kept already.
+
+        There are more processes after a window in which episodes rested.
+        """
         if len(self._idle) < self._config.processes:
             self._idle.append(runner)
         else:
@@ -263,7 +266,7 @@ class ProgramEnvironment:
             front.send_refusal(number, error)
 
     def _take_reward(self, session: _Session, number: int, answer: str, reward: float) -> None:
-        """Adds a reward at once: the program may end as soon as it has the answer to its request."""
+        """Adds a reward at once, without waiting for the model, because the program may end after this request."""
         assert self._front is not None
         try:
             session.model.reward(answer, reward)
@@ -345,7 +348,7 @@ class _Runner:
 
         A key never goes into the arguments of the command, which all users of the machine can read.
         """
-        # It begins with the mark of this worker, whose end also ends the program.
+        # The mark begins with the mark of this worker, so that the end of the worker also ends the program.
         mark = f"{os.environ.get(leftovers.MARK, '')}{secrets.token_hex(8)}."
         process = await asyncio.create_subprocess_exec(
             *command,
@@ -417,7 +420,7 @@ def _missing_code(arguments: list[str]) -> str:
         case ["-m", module, *_]:
             try:
                 found = importlib.util.find_spec(module) is not None
-            except ModuleNotFoundError:  # a package in front of a dot
+            except ModuleNotFoundError:  # a package before a dot does not exist
                 found = False
             except Exception:  # noqa: BLE001 - find_spec imports the package, whose error the program itself shows
                 found = True
@@ -426,10 +429,10 @@ def _missing_code(arguments: list[str]) -> str:
 
 
 def _check(request: ParsedRequest) -> None:
-    """Refuses what training cannot honour.
+    """Refuses a request that training cannot honour.
 
     Raises:
-      RefusedRequest: names the field.
+      RefusedRequest: a field cannot be honoured; the message names the field.
     """
     if (samples := request.model_request.samples) > 1:
         why = f"n={samples} is not served in training: make {samples} requests."

@@ -32,8 +32,8 @@ class Task:
       fields: the other fields of the data's record, JSON values.
       seed: seed derived from the sample's random key, so that a resumed run uses the same one; 0 to 2^32 - 1.
       index: position of the prompt in the data stream since step 0.
-      sample: number of the sample among the samples of its prompt, from 0; -1 for a greedy sample.
-      step: number of training steps before this one's.
+      sample: index of the sample among the samples of its prompt, from 0; -1 for a greedy sample.
+      step: number of training steps before the step of this sample.
       mode: 'train' or 'eval'.
     """
 
@@ -55,7 +55,7 @@ class Turn:
       stop: reason why the turn ended: the stop string that was met, 'eos' for the end of the model's turn, or 'length'
         for a limit of tokens.
       tokens: the sampled token ids.
-      calls: tool calls that the model made on the way to this turn, including refused ones; empty without a
+      calls: tool calls, including refused ones, that `say` ran before it returned this turn; empty without a
         ToolEnvironment.
       prompt: token ids of the conversation that this turn answers; empty for `say`.
       logprobs: log-probability of each token, in nats; empty unless an agent program requests log-probabilities.
@@ -76,8 +76,8 @@ class Result:
     """The outcome of an episode: its last reward, metrics and text.
 
     Attributes:
-      reward: the environment's last reward, placed on the last sampled token; it counts beside the reward functions,
-        times env.reward_weight. None adds no reward.
+      reward: the environment's last reward, assigned to the last sampled token. It is multiplied by env.reward_weight
+        and added to the rewards of the reward functions. None adds no reward.
       metrics: numbers by name, logged as env/NAME.
       text: the completion that reward functions read; None lets them read the text that the model wrote.
     """
@@ -167,5 +167,5 @@ class Environment(Protocol):
     """
 
     async def run(self, task: Task, model: Model) -> Result | None:
-        """Plays one episode. To return None is to return `Result()`. An error other than `Ended` ends the job."""
+        """Plays one episode. None as the result means `Result()`. An error other than `Ended` ends the job."""
         ...

@@ -33,7 +33,7 @@ def read(path: pathlib.Path) -> list[Document]:
     """Reads a corpus: JSON lines with the texts 'title' and 'text'; the title may be missing.
 
     Raises:
-      ValueError: a line is not of this form, or the file has none; the message names the line.
+      ValueError: a line does not have this form (the message names the line), or the file has no lines.
     """
     found = []
     # Lines of bytes, because str.splitlines also cuts at characters such as U+2028 inside a text.

@@ -32,7 +32,7 @@ class Servers:
         Args:
           limits: resources that the worker and the servers started by command may take, and variables they may see.
           deadline_s: longest time for which a server may be unreachable, seconds (env.server_deadline_s).
-          on_lost: function that receives the error of a server that was unreachable for longer.
+          on_lost: function that receives the error if a server was unreachable for longer than `deadline_s`.
           error_files: directory for the standard error of servers started by command, one file each; None writes to
             this process's own standard error.
         """

@@ -88,7 +88,7 @@ def _outcome(outcome: Any) -> tuple[Any, float, bool]:
 
 
 def _text(observation: object) -> str:
-    """Converts an observation to text; of messages, the contents are taken."""
+    """Converts an observation to text; a message becomes the text of its content."""
     if isinstance(observation, Mapping) and "content" in observation:
         return str(observation["content"])
     if isinstance(observation, list | tuple):

@@ -1,4 +1,4 @@
-"""Loads the tools of a process's environments, and runs calls in other processes; a failed call becomes text."""
+"""Loads the tools of a process's environments, and runs their calls in other processes; errors of calls become text."""
 
 import asyncio
 import dataclasses
@@ -203,7 +203,7 @@ def _check_names(config: EnvironmentConfig, names: Sequence[str]) -> None:
 
 
 def _with_defaults(declared: ToolDeclaration, config: EnvironmentConfig) -> ToolDeclaration:
-    """Makes the arguments in env.arguments optional in a tool's schema, and adds them to the declaration as 'given'."""
+    """Makes arguments that env.arguments sets optional in a tool's schema, and adds their values as 'given'."""
     schema = declared["schema"]
     defaults = dr_tulu.arguments(declared["name"], config.arguments.get(declared["name"], {}), schema)
     if not defaults:

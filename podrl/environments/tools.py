@@ -18,7 +18,7 @@ EXCEEDED = "Max tool calls exceeded."
 
 
 class ToolEnvironment:
-    """Runs the model's tool calls while it answers, or while it plays another environment.
+    """Runs the tool calls of a model that answers a prompt once, or plays another environment.
 
     Attributes:
       config: tools, parser and limits of the environment. Pass the environment to a learner, or name the object as

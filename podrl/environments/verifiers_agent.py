@@ -18,8 +18,8 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-_KEY = "PODRL_VERIFIERS_KEY"  # environment variables with the keys of episodes begin so
-REFUSED = 3  # exit code if tasks cannot run as they are set; the last line of standard error says why
+_KEY = "PODRL_VERIFIERS_KEY"  # prefix of the environment variables that hold the keys of episodes
+REFUSED = 3  # exit code if the settings do not fit a task; the last line of standard error says why
 # verifiers keeps a client for each key until its server ends, so its server is started again after this many episodes.
 _EPISODES = 256
 # Kinds of lost samples (podrl.agent.Failure) by verifiers' types of errors; other errors count as the agent's.
@@ -40,8 +40,8 @@ class Player:
         """Loads the environment.
 
         Args:
-          block: the [env] block of verifiers' configuration. An agent whose runtime it leaves out runs in subprocesses
-            of this machine, and not in a sandbox of Prime's cloud, which is the default of verifiers.
+          block: the [env] block of verifiers' configuration. An agent without a runtime in this block runs in
+            subprocesses of this machine. The default of verifiers would be a sandbox of Prime's cloud.
         """
         from verifiers.v1 import SubprocessConfig  # pyright: ignore[reportMissingImports]
         from verifiers.v1.configs.agent import agent_config_fields  # pyright: ignore[reportMissingImports]
@@ -75,7 +75,7 @@ class Player:
         An environment of several agents gives them tasks of its own, so there is nothing to check before it runs.
 
         Raises:
-          UnfitError: they cannot; for example, a harness that needs a container would run in subprocesses.
+          UnfitError: the task cannot run; for example, a harness that needs a container would run in subprocesses.
         """
         from verifiers.v1.utils import compile as fit  # pyright: ignore[reportMissingImports]
 
@@ -93,7 +93,7 @@ class Player:
 
         Raises:
           podrl.agent.Failure: the episode failed.
-          RuntimeError: its traces have different rewards.
+          RuntimeError: the traces of its trained agents have different rewards.
         """
         from verifiers.v1 import EvalClientConfig, ModelContext  # pyright: ignore[reportMissingImports]
 

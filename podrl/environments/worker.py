@@ -27,7 +27,7 @@ from podrl.workers.user_objects import LoadError, explain, explain_load, extend_
 
 HEARTBEAT_S = 0.2  # time between two frames that show the host that the event loop runs
 _EPISODE_FRAMES = ("start", "turn", "answer", "rest", "cancel")  # kinds of frames that belong to one episode
-_YIELDS = 3  # rounds of the event loop after a frame, so that the frame's episode runs before the next frame is read
+_YIELDS = 3  # rounds of the event loop after each frame; in them the frame's episode runs, before the next frame
 
 
 class RemoteModel:
@@ -175,7 +175,7 @@ class RemoteModel:
         self._rewards.append((int(number), reward))
 
     def news(self) -> JsonObject:
-        """Returns the requests that were dropped, and the rewards that were given, since the last call."""
+        """Returns the requests that were dropped and the rewards that were added since the last call of `news`."""
         news = {"dropped": self._dropped, "rewards": self._rewards}
         self._dropped, self._rewards = [], []
         return news
@@ -348,7 +348,7 @@ class _Worker:
             del self._models[attempt], self._tasks[attempt]
 
     def _environment_of(self, task: Task) -> Any:
-        """Gets the environment that the task's field `env` names, or else env.environment; a new object of a class."""
+        """Returns the environment that the task's field `env` names, else env.environment; a class is instantiated."""
         environment = self._environments.get(str(task.fields.get("env")), self._environments[self._config.environment])
         return environment() if inspect.isclass(environment) else environment
 
@@ -362,10 +362,10 @@ def _environment(name: str, spec: Mapping[str, str] | None, config: EnvironmentC
 
 
 def _check_playable(environment: Any) -> None:
-    """Checks that an episode can make an object of a class without arguments, and can call `run(task, model)` of it.
+    """Checks that an environment has `async def run(task, model)` and, if it is a class, needs no arguments.
 
     Raises:
-      LoadError: it cannot; the message says why.
+      LoadError: an episode cannot use the environment; the message says why.
     """
     if inspect.isroutine(environment):
         raise LoadError(
@@ -417,7 +417,7 @@ async def _serve(requests: BinaryIO, replies: BinaryIO) -> None:
     worker = _Worker(replies)
     heartbeats = asyncio.create_task(worker.send_heartbeats(HEARTBEAT_S))
     async for frame, _ in child.frames(requests):
-        # Sent before the frame is handled: if no frame of this process follows, this episode is the one that blocks it.
+        # Sent before the frame is handled. If this process sends no frame afterwards, this episode blocks the process.
         worker.send({"handling": next((frame[kind] for kind in _EPISODE_FRAMES if kind in frame), None)})
         worker.handle(frame)
         for _ in range(_YIELDS):

@@ -41,7 +41,7 @@ class EpisodeObservation:
       rewards: (number of an earlier request, reward of its answer) of each reward that a program gave.
       overlaps: True if the episode made this request while an earlier request of it was open.
       drawn: packed token columns (ids, log-probabilities, versions) of the answer to this request in an earlier run
-        (podrl.rollout.partial.pack_turn), which answer it again; None for a request that the model must answer. If the
+        (podrl.rollout.partial.pack_turn). This answer is used again; None if the model must answer the request. If the
         request opened a branch and routes were recorded, `routes` has the branch's packed routes (`Episodes.record`).
     """
 
@@ -99,7 +99,7 @@ class EpisodeRestart:
 class EpisodeReturn:
     """An episode whose environment has returned; its EpisodeEnd comes after `Episodes.record` has been called.
 
-    Only an episode whose record has token columns sends it.
+    Only an episode whose record has token columns sends this event.
     """
 
     episode: int
@@ -179,7 +179,7 @@ class Episodes:
         Args:
           episode: number of the episode, chosen by the caller; no other episode of this object may have it.
           task: the sample that the episode plays.
-          recorded: True if the episode is played from its record, where an earlier run made one.
+          recorded: True if the episode is played from its record, if an earlier run made a record.
         """
         self._loop.soon(self._host.start, episode, task, recorded)
 
@@ -210,16 +210,16 @@ class Episodes:
 
         Args:
           episode: number of the episode.
-          routes: packed routes (podrl.rollout.partial.pack_routes) of the branch that the request of each answer with
-            token columns opened; None if it opened none, or if routes are not recorded.
+          routes: for each answer with token columns, the packed routes (podrl.rollout.partial.pack_routes) of the
+            branch that its request opened; None if the request opened no branch, or if routes are not recorded.
         """
         self._loop.soon(self._host.record, episode, routes)
 
     def rest(self, episode: int) -> None:
-        """Takes an episode out of the count of env.processes, because its answer comes only in the next window.
+        """Makes an episode not count towards env.processes, because its answer comes only in the next window.
 
-        The episode's program keeps its process. Without this call, the episodes that have to be played before the next
-        window might wait for that process for ever.
+        The episode's program keeps its process. Without this call, episodes that must end before the next window might
+        wait for that process for ever.
         """
         self._loop.soon(self._host.rest, episode)
 
@@ -283,5 +283,5 @@ def _event_emitter(messages: queue.SimpleQueue[Any]) -> Callable[[JsonObject | B
 
 
 def _error_of(context: Mapping[str, Any]) -> BaseException:
-    """Gets the error of an event loop's context: a bug of podrl on the loop's thread, which `poll` then raises."""
+    """Returns the error in an event loop's context. It is a bug of podrl on the loop's thread; `poll` raises it."""
     return context.get("exception") or RuntimeError(str(context.get("message")))

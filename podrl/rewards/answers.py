@@ -21,8 +21,8 @@ def last_answer(completion: str) -> str | None:
 
 
 def number_of(completion: str) -> numbers.Number | None:
-    """Returns the number that a completion answers with; None without an answer tag, or without one single number after
-    it."""
+    """Returns the number that a completion answers with; None if there is no answer tag, or if the answer is not a
+    single number."""
     answer = last_answer(completion)
     return None if answer is None else numbers.read(answer)
 

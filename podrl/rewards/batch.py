@@ -166,8 +166,8 @@ class _Line:
 class OpenBatch:
     """Scores a batch while it is sampled: reward functions are called with the samples that have ended.
 
-    A call takes all waiting samples or, if several calls may run at once, its share of them. So an expensive function
-    gets few calls, because samples accumulate while earlier calls run.
+    A call takes all waiting samples or, if several calls may run at once, its share of them. Samples accumulate while
+    earlier calls run, so a slow function gets few calls.
     """
 
     def __init__(
@@ -206,7 +206,7 @@ class OpenBatch:
         Args:
           sample: index of the sample in the batch.
           completion: text to be scored.
-          fields: values that are known only after the sample's end; every sample has the same names.
+          fields: fields that are known only after the sample's end, by name; every sample must have the same ones.
         """
         self._end(sample, (completion, fields))
 
@@ -249,8 +249,8 @@ class OpenBatch:
         """Reads the rewards that are known so far, without waiting.
 
         Returns:
-          Rewards as in `result`, NaN in all rows for a sample that lacks some; and whether each sample is complete: all
-          functions have scored it, or it was left out.
+          (rewards as in `result`, NaN in all rows for a sample that lacks some; True for each sample that is complete,
+          because all functions have scored it or because it was left out).
         """
         reward_FB = np.full((len(self._lines), len(self._prompts)), np.nan)
         there_FB = np.zeros(reward_FB.shape, bool)

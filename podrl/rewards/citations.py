@@ -19,11 +19,11 @@ _WORD = re.compile(r"\d++(?:[.,]\d++)*+|[^\W\d_]++")
 def citations(
     prompts: Sequence[str], completions: Sequence[str], sample_text: Sequence[str], **fields: object
 ) -> list[float]:
-    """Scores the share of an answer's cited statements that the cited documents support, from 0 to 1; 0 without one.
+    """Scores the share of an answer's cited statements that the cited documents support, 0 to 1; 0 if it cites nothing.
 
     A statement is supported if every id in its tag is the id of a document that a tool returned in this sample, and if
     these documents have every number of the statement and at least half of its other words. Ids are separated by
-    commas. A document that the model wrote itself is not a tool's: its id counts as invented. Text outside the tags is
+    commas. An id counts as invented if the model wrote the document with this id itself. Text outside the tags is
     ignored, so one supported statement scores 1, whatever else the answer says.
 
     Args:

@@ -35,8 +35,8 @@ _LIKE_CODE = re.compile(rf"(?m)^[ \t]*+(?:{_DEFINITION}|print\(|\w+ ?=(?!=))")
 # Matches code that stands on the line of the fence that opens its block. There 'title=a.py' is a setting, not code.
 _FIRST_LINE = re.compile(rf"{_DEFINITION}|print\(|\w+ = \S")
 _log = logging.getLogger(__name__)
-_LEAVE_S = 5.0  # seconds that a sandbox may take beyond its programs' wall_s
-_START_S = 60.0  # seconds in which all sandboxes of a call start, even on a busy machine
+_LEAVE_S = 5.0  # seconds that a sandbox may take beyond its program's wall_s
+_START_S = 60.0  # upper bound of the seconds in which all sandboxes of a call start, even on a busy machine
 
 
 @section("reward.code")
@@ -134,10 +134,10 @@ class CodeTests:
         return rewards
 
     def _warn(self, verdict: Verdict) -> None:
-        """Warns, once in a job, that a test failed for a reason that may lie in the test and not in the program.
+        """Warns, once in a job, about a failed test whose fault may lie in the test and not in the program.
 
-        Such a reason is a test that gives the program a value that is not plain data, such as a function. The test is
-        not refused, because it may never pass such a value to another program.
+        The fault is that the test gave the program a value that is not plain data, such as a function. The test is not
+        refused, because it may give other programs plain data only.
 
         Args:
           verdict: the sandbox's result for one sample; 'unusable' holds such a reason, '' if there is none.
@@ -158,9 +158,9 @@ class CodeTests:
 def code_of(completion: str) -> str:
     """Finds the program in a completion: its last block of Python; blocks between the last answer tags come first.
 
-    Without a block of Python it is the last block of the highest `_rank`. If no block looks like code, text between
-    fences on one line also counts as a block. Without any block it is the text between the answer tags, or the whole
-    completion.
+    If no block names Python, the program is the last block of the highest `_rank`. If no block looks like code, text
+    between fences on one line also counts as a block. If there is no block, the program is the text between the answer
+    tags, or the whole completion.
     """
     answer = closed_answer(completion)
     if answer is not None and not _blocks(answer) and not _ONE_LINE.search(answer) and _LIKE_CODE.search(answer):
@@ -176,9 +176,9 @@ def code_of(completion: str) -> str:
 def _rank(language: str, body: str) -> int:
     """Ranks a fenced block from 0 to 4: a block with a higher rank is more likely to be the program.
 
-    4: the block names Python as its language. 3: it defines or imports something. 2: it looks like code otherwise.
-    Blocks of ranks 3 and 2 must not name a language known to be another than Python. 1: it names no language. 0: all
-    other blocks.
+    4: the block names Python as its language. 3: it defines or imports something. 2: it looks like code in another way.
+    A block that names a known language other than Python cannot have rank 3 or 2. 1: it names no language. 0: all other
+    blocks.
     """
     if _PYTHON.fullmatch(language):
         return 4
@@ -203,9 +203,9 @@ def _inline(found: re.Match[str]) -> tuple[str, str]:
 def _blocks(text: str) -> list[tuple[str, str]]:
     """Finds the fenced blocks of Markdown that are not empty, as pairs of language and text.
 
-    As in CommonMark, a fence closes a block of the same or a shorter fence, and is not indented by more than 3 further
-    spaces, and a block in a block quote has lines that begin with '>'. A fence with a language opens a block even where
-    another was not closed. Code that follows the language on the line of the fence is the first line of the block. A
+    As in CommonMark, a block is closed by a fence that is at least as long as its own and is indented by at most 3
+    more spaces, and in a block quote all lines of a block begin with '>'. A fence with a language opens a block even if
+    the block before is not closed. Code after the language on the line of the fence is the first line of the block. A
     block that no line closes ends with the first of its lines that ends in a fence; without such a line it ends where
     the next block begins or the text ends.
     """

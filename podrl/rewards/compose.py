@@ -32,8 +32,8 @@ from podrl.workers.user_objects import spec_at, spec_of
 RewardFn = Callable[..., Sequence[float]]
 _log = logging.getLogger(__name__)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 8.0
-_JUDGE_S = 5.0  # seconds after its own deadline in which the judge may still report an error
-# Text in the error of a function that exceeded a limit -> field of reward.limits with this limit.
+_JUDGE_S = 5.0  # seconds after the judge's own deadline in which it may still report an error
+# Text in the error of a function that exceeded a limit -> field of reward.limits that sets the limit.
 _LIMITS = {
     "MemoryError": "memory_mb",
     "Unable to allocate": "memory_mb",
@@ -54,14 +54,14 @@ class RewardConfig:
         records of this data set, and gives 0 to all other samples.
       weights: weight of each function, in the order of `fns`; empty for 1 each.
       named: further functions, with weight 1. Such a function scores only records that name it in the field
-        `reward_fns`; records of a source with a `reward` in data.sources do. A record that names functions is scored by
-        these functions only.
-      calls: samples that a function always gets in one call: a 'sample', the 'group' of a prompt, or the 'batch'. With
+        `reward_fns`. The records of a source with a `reward` in data.sources have this field. A record that names
+        functions is scored by these functions only.
+      calls: samples that a function always gets together: one 'sample', the 'group' of a prompt, or the 'batch'. With
         'sample' and 'group' a function is called while other samples are still generated; with 'batch' training waits
         for the call. A function without a file and a name, such as a lambda, always gets whole batches.
-      deadline_s: longest time of a call of a function, seconds. A call that takes longer is repeated sample by sample.
-        A sample that takes longer alone gets the reward of an empty completion. If a service that a function needs is
-        away, the function is called again until this time has passed.
+      deadline_s: longest time of a call of a function, seconds. If a call takes longer, each of its samples is scored
+        in a call of its own. A sample whose own call takes longer gets the reward of an empty completion. If a service
+        that a function needs is away, the function is called again until this time has passed.
       workers: number of processes that run the functions.
       dataset_field: name of the field with the name of a record's data set.
       model: directory of a reward model (sequence classification with one label), whose score is added; '' for none.
@@ -117,8 +117,9 @@ class _Function:
 
     Attributes:
       name: name in metrics and messages, different from those of all other functions.
-      spec: module or file, and name, by which a worker imports the function. If it has 'settings', the name is that of
-        a class, of which the worker makes an instance with these settings. None if the function runs in this process.
+      spec: module or file, and name, by which a worker imports the function. If the spec has 'settings', the name is
+        the name of a class, which the worker instantiates with these settings. None if the function runs in this
+        process.
       here: the Python function, if it runs in this process; else None.
       dataset: name of the data set whose records the function scores; '' for all data sets.
       spec_text: the function as the configuration or a record's `reward_fns` names it.
@@ -139,12 +140,12 @@ class _Function:
 
     @property
     def label(self) -> str:
-        """The function as the user named it, after the key that names it; a Python function has only its name."""
+        """The key that names the function, and the function as the user wrote it, or a Python function's name."""
         text = repr(self.spec_text) if ":" in self.spec_text else self.name
         return f"{self.key}: {text}"
 
     def scores(self, names: Sequence[str] | None) -> bool:
-        """Returns True if the function scores a record with `names` in its field `reward_fns`, of any data set.
+        """Returns True if the function scores a record with `names` in its field `reward_fns`, whatever its data set.
 
         Args:
           names: names of functions; None or empty if the record has no such field.
@@ -152,7 +153,7 @@ class _Function:
         return self.spec_text in names if names else self.general
 
 
-_OUTPUT, _OUTPUT_END = "<tool_output>", "</tool_output>"  # these tags are escaped in the text of a tool
+_OUTPUT, _OUTPUT_END = "<tool_output>", "</tool_output>"  # a tool's own text cannot have these tags: they are escaped
 
 
 def without_outputs(completion: str) -> str:
@@ -266,7 +267,7 @@ class Rewards:
     def check_fields(
         self, records: Sequence[tuple[str, TaskFields]], own: Sequence[str], fields_of_job: Collection[str]
     ) -> None:
-        """Refuses records without a field that a function takes, and functions that cannot take completions.
+        """Refuses records that lack a field that a function takes, and functions without a place for completions.
 
         Args:
           records: place and fields of some records of a source.
@@ -295,7 +296,7 @@ class Rewards:
                     )
 
     def warn_of_absent(self, fields_of_job: Collection[str]) -> None:
-        """Warns of arguments of users' functions that are None in every call, because no record has such a field.
+        """Warns if an argument of a user's function is None in every call, because no record has a field of its name.
 
         Args:
           fields_of_job: names of the fields of all records of the job and its evaluation sets together.
@@ -322,8 +323,8 @@ class Rewards:
         Args:
           records: place and fields of some records of every source.
           others: place and fields of some records of the evaluation sets, which need no rewards.
-          whole: True if these records are of all data sets of the job. If not, a function for another data set causes
-            only a warning.
+          whole: True if these records come from all data sets of the job. If False, a function for another data set
+            only causes a warning.
 
         Raises:
           ValueError: no function scores a record, or a function is for a data set that has no records; the message
@@ -347,8 +348,8 @@ class Rewards:
     def try_own(self, prompt: str, place: str, fields: TaskFields) -> None:
         """Tries the user's own functions on two completions of a record, one of them empty.
 
-        A function that is late, or whose worker dies, raises no error here, because in the run it is called again and
-        the run's error says more.
+        A late function or a dead worker raises no error here: the run calls the function again, and its error says
+        more.
 
         Args:
           prompt: the record's prompt as text.
@@ -499,8 +500,8 @@ class Rewards:
     def _scored(self, function: _Function, part: RewardCall) -> list[float]:
         """Scores samples in one call, or in one call per sample if the call is late or its worker dies.
 
-        A sample that takes longer than the deadline alone gets the reward of an empty completion. A sample on which the
-        worker dies twice gets NaN, and is left out of the loss.
+        A sample whose own call takes longer than the deadline gets the reward of an empty completion. A sample on which
+        the worker dies twice gets NaN, and is left out of the loss.
         """
         limit, samples = self._config.deadline_s, range(len(part.completions))
         try:
@@ -599,7 +600,7 @@ class Rewards:
 
     def _call(self, function: _Function, part: RewardCall, deadline_s: float) -> JsonObject:
         if function.here is not None:
-            if isinstance(function.here, _Judge):  # at the deadline the judge raises a better error itself
+            if isinstance(function.here, _Judge):  # at its own deadline the judge raises an error that says more
                 deadline_s += _JUDGE_S
             return _in_thread(function.here, part, deadline_s)
         assert self._pool is not None
@@ -721,8 +722,8 @@ _JUDGE, _RUBRIC, _CODE = "judge", "rubric", "code"
 MODEL_NAME = "reward_model"
 
 
-# Settings that only some built-in functions read -> names of these functions. reward.text.extract is missing here,
-# because a majority vote reads it, too.
+# Setting -> names of the built-in functions that alone read it. reward.text.extract is not here, because a majority
+# vote reads it, too.
 _COMPARED = ("choice", "exact_match", "token_f1", "rouge_l")
 _READ_BY = {
     "text.answer": _COMPARED,

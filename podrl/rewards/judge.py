@@ -42,7 +42,7 @@ class JudgeConfig:
       template: the question, with {prompt}, {completion}, {answer} and {max_score}; the reply must hold 'SCORE: n'.
       criterion_template: the question of 'rubric' for each criterion, which also has {criterion}.
       criteria: criteria of 'rubric' for records that have none of their own.
-      criteria_weights: weight of each of `criteria`; empty for 1 each. A negative weight makes a criterion a fault.
+      criteria_weights: weight of each of `criteria`; empty for 1 each. A criterion with a negative weight is a fault.
       rubric: the record's field with its criteria: a list of texts, or of {"criterion": text, "weight": number}.
       max_score: the best score. The reward is the judge's score divided by this number.
       max_tokens: longest reply, in tokens.
@@ -102,8 +102,8 @@ def judge(
 ) -> list[float]:
     """Asks the judge for a score of every completion, from 0 to 1.
 
-    The request comes from the training process, which alone holds the judge's token, never from a process that runs
-    code of users.
+    The training process sends the requests, because it alone has the judge's token; processes that run users' code
+    never do.
 
     Args:
       prompts: prompt of each sample, shown to the judge.

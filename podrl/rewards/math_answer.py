@@ -11,8 +11,8 @@ from podrl.runtime.plain import references
 
 # Seconds for one answer. math-verify ends a longer comparison by SIGALRM, so it must run on the main thread.
 _LIMIT_S = 5
-# Largest relative difference of equal values. math-verify alone would round to six decimals; its own decimals come from
-# 53 bits, so equal values may differ by rounding.
+# Largest relative difference of values that count as equal. math-verify alone would round to six decimals. Its values
+# have 53 bits, so equal values may differ by rounding.
 _RELATIVE = 1e-12
 _SCIENTIFIC = re.compile(r"(?<![\w.])([0-9]+(?:\.[0-9]+)?)[eE]([-+]?[0-9]{1,9})(?!\w|\.\d)")
 
@@ -23,7 +23,7 @@ _ROOT = re.compile("\u221a ?(?:([0-9]+|[A-Za-z])|\\(([^()]{1,200})\\))")
 _RELATIONS = str.maketrans({"\u2264": r"\le ", "\u2265": r"\ge ", "\u221e": r"\infty "})
 
 
-# The beginning of an answer that denies its content ('not 5'), and of one that gives the value of an unknown ('x = 5').
+# Beginnings of answers that deny a value ('not 5'), and of answers that give the value of an unknown ('x = 5').
 _NEGATED = re.compile(r"\s*(?:is\s+|it\s+is\s+)?(?:not|isn't|never|neither)\b", re.IGNORECASE)
 _NAMED = re.compile(r"\s*([A-Za-z](?:_\{?\w+\}?)?)\s*=(?!=)")
 # Plain numbers that operators join, as in '1 + 1': a side of an equation whose value is known at once.

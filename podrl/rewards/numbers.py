@@ -59,8 +59,8 @@ class Number(NamedTuple):
 def read(text: str) -> Number | None:
     """Reads the one number that a text gives; None if the text gives no number, or several that differ.
 
-    Of an equation, the last side with a number counts. The other sides must equal it, unless they are calculations or
-    name a unit in words. docs/rewards.md lists the forms. Takes time linear in the length of the text.
+    In an equation, the last side with a number counts. The other sides must equal it, unless they are calculations or
+    name a unit in words. docs/rewards.md lists the forms. The time is linear in the length of the text.
     """
     plain = _plain(text)
     if _UNREADABLE.search(plain) or (_BRACKETED.fullmatch(plain) and _LISTS.search(plain)):
@@ -81,10 +81,10 @@ def read(text: str) -> Number | None:
 
 @functools.lru_cache(1024)
 def of_reference(text: str) -> Number | None:
-    """Reads the number of a reference as `read` does, but takes some texts for mathematics that `read` does not.
+    """Reads the number of a reference as `read` does, but returns None for factorials and equations with unknowns.
 
-    In a reference '5!' is a factorial, while in a model's answer it may be an exclamation. In a reference 'x + y = 25'
-    or 'x^2 = 25' is about unknowns, while a model that ends with it may have derived 25. Neither gives a number here.
+    '5!' in a model's answer may be an exclamation, but in a reference it is a factorial. A model whose answer ends with
+    'x + y = 25' or 'x^2 = 25' may have derived 25, but in a reference such an equation is about the unknowns.
     """
     equation = "=" in text and has_unknowns(text)
     return None if equation or _FACTORIAL.search(_plain(text)) else read(text)
@@ -298,10 +298,10 @@ class _Side:
 
     Attributes:
       numbers: every number that is written in the text, in the order of the text.
-      calculates: the text is a calculation and not a plain number: operators join two numbers, or it has an unknown,
-        a constant or a function.
-      explains: the text names a unit or a thing, as '2 hours' does, so its number may differ from the next side's ('2
-        hours = 120 minutes'). False if 'or', 'and', a comma or a semicolon lists several things.
+      calculates: True if the text is a calculation and not a plain number: operators join two numbers, or the text has
+        an unknown, a constant or a function.
+      explains: True if the text names a unit or a thing, as '2 hours' does, so its number may differ from the number of
+        the next side ('2 hours = 120 minutes'). False if 'or', 'and', a comma or a semicolon lists several things.
     """
 
     def __init__(self, text: str) -> None:

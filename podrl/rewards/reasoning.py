@@ -47,7 +47,7 @@ class ReasoningReward:
         scorer, problem = _scorer(task["name"], json.dumps(task["arguments"], sort_keys=True)), task["entry"]
         try:
             return float(scorer(answer, problem))
-        except Exception as error:  # noqa: BLE001 - the line below raises it again if the scorer itself does not work
+        except Exception as error:  # noqa: BLE001 - the line below raises an error if the scorer itself does not work
             scorer(problem["answer"], problem)
             if task["name"] not in self._warned:
                 self._warned.add(task["name"])

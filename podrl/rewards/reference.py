@@ -25,8 +25,8 @@ def answer_of(completion: str) -> str | None:
     """Extracts the text between the answer tags of a completion in the exact format; None in any other format.
 
     The format reaches from a line's start to a line's end: reasoning in its tags, then an answer in its tags; there may
-    be text between the two. One search for each tag, after the previous tag, is enough: if the format fits at later
-    places, it also fits at the first ones.
+    be text between the two. It is enough to look for the first occurrence of each tag after the previous tag: if later
+    occurrences fit the format, the first ones fit, too.
     """
     opened = _OPENS.search(completion)
     # The reasoning has at least one character.
@@ -107,7 +107,7 @@ def accuracies(completion: str, truth: object, *, has_format: bool = True) -> di
     Returns:
       1.0 or 0.0 for each of: 'answer' (the same number, or the same text if the reference is not a number), 'partial'
       (the answer is right, or the ratio of the numbers is within 0.9-1.1), and, if `has_format`, 'format' (the
-      completion has the exact format). If there are several references, any of them will do.
+      completion has the exact format). If there are several references, it is enough to match one of them.
     """
     answer = last_answer(completion)
     guess = None if answer is None else read(answer)

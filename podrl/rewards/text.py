@@ -25,12 +25,12 @@ _FENCE = re.compile(r"\A\s*```(?:json)?[^\S\n]*+\n(.*?)```\s*\Z", re.DOTALL | re
 @section("reward.text")
 @dataclasses.dataclass(frozen=True)
 class TextConfig:
-    """Settings of the rewards that read text: the place of the answer in it, and the reference of the comparison.
+    """Settings of the rewards that compare text: where the answer is in a completion, and what it is compared with.
 
     Attributes:
       extract: regular expression whose last match in the completion is the answer, by its first group if it has one; a
         completion without a match scores 0. '' takes the whole completion.
-      answer: the record's field with the reference: a text, or a list of texts of which any will do.
+      answer: the record's field with the reference: a text, or a list of texts, each of which is accepted.
       normalise: True to ignore case, punctuation and articles, as SQuAD does.
       choices: the letters that an answer to a multiple-choice question may name.
       pattern: regular expression that 'regex' searches for in the answer; '' takes the record's field 'pattern'.
@@ -167,7 +167,7 @@ def _whole(number: str) -> int:
 
 
 def _same_if_equal(value: object) -> object:
-    """Returns a key for sets and dictionaries that equal JSON values share: 1 and 1.0 are equal, 1 and true are not."""
+    """Returns a hashable key that is the same for equal JSON values: 1 and 1.0 are equal, 1 and true are not."""
     if isinstance(value, dict):
         return "object", frozenset((key, _same_if_equal(one)) for key, one in value.items())
     if isinstance(value, list):
@@ -201,7 +201,7 @@ def _validator(schema: str) -> Any:
         raise ValueError(f"{schema[:120]!r} is not a JSON schema: {str(error).splitlines()[0]}") from None
 
     def multiple_of(validator: Any, step: float, value: Any, _: Any) -> Iterator[jsonschema.ValidationError]:
-        """Compares decimals as they are written: for jsonschema, 19.99 is not a multiple of 0.01."""
+        """Compares decimals as they are written; jsonschema itself takes 19.99 for no multiple of 0.01."""
         if validator.is_type(value, "number") and fractions.Fraction(str(value)) % fractions.Fraction(str(step)):
             yield jsonschema.ValidationError(f"no multiple of {step}")
 
@@ -281,7 +281,7 @@ class TextReward:
         return rewards
 
     def _references(self, value: Any) -> Sequence[Any]:
-        """Returns one record's references, of which the best counts: a list of texts, or one JSON schema as an object.
+        """Returns one record's references: a list of texts, or a list with one JSON schema; the best score counts.
 
         Args:
           value: content of the record's field.

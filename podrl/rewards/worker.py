@@ -69,7 +69,7 @@ def needs(fn: Callable[..., object]) -> list[str]:
 
 
 def options(fn: Callable[..., object]) -> list[str]:
-    """Names the record fields in whose place a reward function gets None if no record has them."""
+    """Names the record fields that a reward function can do without: its arguments with the default None."""
     return [p.name for p in _of_fields(fn) if p.default is None]
 
 
@@ -129,7 +129,7 @@ _OWN = threading.local()
 
 
 def _await(work: Coroutine[object, Any, object]) -> Any:
-    """Runs a coroutine on this thread's event loop, which stays open: clients that a module keeps belong to it."""
+    """Runs a coroutine on this thread's event loop, which stays open, because a module may keep clients bound to it."""
     if not hasattr(_OWN, "runner"):
         _OWN.runner = asyncio.Runner()
     return _OWN.runner.run(work)

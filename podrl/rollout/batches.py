@@ -41,11 +41,11 @@ class BatchMaker:
     computed anew in every window.
 
     Under the token clock a group is a whole batch, and a window ends when all samples have drawn their tokens of the
-    window. Under the wall clock a group is one prompt, and `end_window` stops all samples after the launched
-    dispatches.
+    window. Under the wall clock a group is one prompt, and `end_window` stops all samples after the dispatches in
+    flight.
 
-    Under the wall clock, steps in the journal are repeated exactly, whatever time they take: the steps that a killed
-    run made after its newest checkpoint, and the steps of podrl.replay.
+    Under the wall clock, steps in the journal are repeated exactly, however long they take. These are the steps that a
+    killed run made after its newest checkpoint, or the steps of podrl.replay.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class BatchMaker:
         )
         cuts = {"ends": lambda prompts: (0, prompts)} if self._by_tokens else {}
         self._open = OpenGroups(clock, size, self._group, **cuts)
-        self._waited: dict[int, Future[Sequence[OwnGroup]]] = {}  # by step
+        self._waited: dict[int, Future[Sequence[OwnGroup]]] = {}  # groups of each batch in flight, by step
         self._at = 0  # the newest version
         self._next: Policy | None = None  # the next window's policy; None once that window has begun
         self._playing = Policy({}, -1)  # the policy of the window that the thread plays
@@ -111,7 +111,7 @@ class BatchMaker:
         return self._batch(step)
 
     def end_window(self) -> None:
-        """Ends the window, so that the thread is free to move weights; under the wall clock, stops all samples."""
+        """Ends the window, so that weights can be moved on the thread; under the wall clock, stops all samples."""
         self._halt.set()
         self._player.end_window()
 
@@ -141,8 +141,8 @@ class BatchMaker:
     def state(self, step: int) -> Experience | PartialBatch:
         """Returns a batch's part of a checkpoint: the batch, or its open groups; call it between windows only.
 
-        Under the wall clock the groups of the batch are not decided yet. So each batch gets as many of the open groups
-        as a batch has, and the last batch gets all remaining groups.
+        Under the wall clock it is not decided yet which groups make the batch. So each batch in flight gets as many of
+        the open groups as a batch has, and the last one gets all remaining groups.
         """
         if self._failed is not None:
             raise self._failed

@@ -76,7 +76,7 @@ class _Branch:
       turns: records of the branch's turns.
       count: number of the track's tokens that stay in the row, if the branch was cut; None for all tokens.
       why: reason why the branch was opened; '' for the first branch.
-      like: (earlier branch that shares the most first tokens, number of these tokens); None if no branch shares any.
+      like: (earlier branch with the longest common beginning, its number of tokens); None if no branch begins alike.
     """
 
     track: Track
@@ -105,7 +105,7 @@ class _Answer:
       request: hash of the request (`_digest`).
       end: index after the answer's last token in the track; None while the model samples the answer.
       turn: record of the answer in the branch's `turns`; None while the model samples it, and for an aside.
-      paused: reason why the answer ended, with the values of `Track.paused`; None while the model samples it.
+      paused: reason why the answer ended, as in `Track.paused`; None while the model samples the answer.
     """
 
     track: Track
@@ -120,15 +120,15 @@ class Branches:
     """The branches of one episode.
 
     A request continues the longest branch whose tokens are a prefix of the request's tokens. If there is none, the
-    request opens a branch. `Histories` puts the sampled tokens of earlier answers into the request, so text of the
-    model is not encoded again. The random key of a branch follows from the sample's key, the tokens that opened the
-    branch, and how often the same tokens opened a branch before.
+    request opens a branch. `Histories` puts the sampled tokens of earlier answers into the request, so that the text
+    of these answers is not encoded again. The random key of a branch is derived from the sample's key, the tokens that
+    opened the branch, and the number of earlier branches that the same tokens opened.
 
     Attributes:
       current: branch of the newest request.
       forks: number of branches opened for each reason, without the first branch and without asides.
       dropped: number of answers that no client received.
-      rewards: (number of the request, reward of its answer) of each reward that was given to an answer.
+      rewards: (number of the request, reward) of each reward of an answer.
       text: text of the newest answer that is trained.
       read: token ids of the newest request.
       repeated: True if the answer to the newest request, or its beginning, comes from a record.
@@ -164,7 +164,7 @@ class Branches:
         self._histories: dict[str, Histories] = {}
         self._append = append
         self._branches: list[_Branch] = []
-        self._tracks: list[Track] = []  # of all branches, also of asides and of branches without answers
+        self._tracks: list[Track] = []  # tracks of all branches, including asides and branches without answers
         self._answers: list[_Answer] = []
         self._asides = 0
         self._opened: collections.Counter[bytes] = collections.Counter()
@@ -181,7 +181,7 @@ class Branches:
 
     @property
     def drawn(self) -> int:
-        """Number of tokens that the model has drawn in all branches, with asides and answers that were dropped."""
+        """Number of tokens that the model has drawn in all branches, including asides and answers that were dropped."""
         return sum(track.sampled for track in self._tracks)
 
     def add_request(
@@ -203,7 +203,7 @@ class Branches:
           strings: stop strings of ordinary text.
           ids: token ids that end the answer, besides the end of the model's turn.
           urgent: True if a new branch gets a lane before samples that are not urgent.
-          leaves: value of `drawn` at which the episode leaves the session; None for never.
+          leaves: value of `Branches.drawn` at which the episode leaves the session; None for never.
           drawn: recorded answer (podrl.rollout.partial.pack_turn) that the branch takes over; the engine samples its
             remaining tokens if it has not ended. An answer with a hash of its request (`read_record`) is taken over
             only if it answers this request. If the request opens a branch, `routes` has the branch's routes, if they
@@ -218,7 +218,7 @@ class Branches:
         tokens = self._encode(request)
         branch = None if request.aside else self._find_continued(tokens)
         first = not self._branches and tokens[: len(self._prompt)] == self._prompt.tolist()
-        # The first `known` tokens take no room of the response: the branch has them, or they stand for the prompt.
+        # The first `known` tokens need no room in the response: the branch has them, or they are the prompt.
         known = len(branch.tokens()) if branch else len(self._prompt) if first or request.aside else 0
         room = self._response - (0 if request.aside else self._used()) - (len(tokens) - known)
         sampled = sum(version >= 0 for one in self._branches for version in one.in_row(one.track.versions))
@@ -236,7 +236,7 @@ class Branches:
             drawn = None
         if branch is not None:
             branch.request, branch.before = self._requests, (len(branch.track.tokens), len(branch.turns))
-            # With a recorded answer, the branch leaves the session until `fill_turn` has added the answer's tokens.
+            # If the answer is recorded, the branch leaves the session until `fill_turn` has added the answer's tokens.
             hold = self._hold(branch.track, leaves) if drawn is None else branch.track.sampled
             branch.track.leave_at(hold, recorded=False)
             session.extend(branch.track, opening)
@@ -274,12 +274,12 @@ class Branches:
         return tokens[known:]
 
     def enter(self, session: Session, leaves: int | None, *, urgent: bool) -> None:
-        """Goes on with the newest answer in a session, if it has not ended; arguments are those of `add_request`."""
+        """Continues the newest answer in a session, if the answer is not complete; see `add_request` for arguments."""
         if self.current is not None and self.current.track.paused is None and self.current.track.stop is None:
             self._seat(session, self.current.track, leaves, urgent=urgent)
 
     def leave(self, session: Session) -> None:
-        """Takes all branches out of the session, so that another session goes on with them."""
+        """Takes all branches out of the session, so that another session can continue them."""
         for track in self._tracks:
             if track.stop is None:
                 session.hold(track)
@@ -337,7 +337,7 @@ class Branches:
         return self._newest
 
     def metrics(self) -> dict[str, float]:
-        """Counts all requests, requests that are not trained, forks by reason, and answers that no client received."""
+        """Returns the numbers of requests, of asides, of forks by reason, and of answers that no client received."""
         forks = max(len(self._branches) - 1, 0)
         counts = {"chat_requests": self._requests, "chat_forks": forks, "chat_asides": self._asides}
         counts |= {f"front/forks/{reason}": self.forks[reason] for reason in get_args(Fork)}
@@ -373,18 +373,18 @@ class Branches:
           is the first branch if that branch began with the data's prompt, else the prompt alone. The record is None if
           no branch is trained. If there are several branches, the first turn of each has the field `branch`: the
           number of its piece, the reason why it was opened (`Fork`), the piece of the earlier branch that shares the
-          most first tokens with it (None for none), and their number.
+          most first tokens with it (None if no branch shares any), and the number of these tokens.
         """
         for track in self._tracks:
             if track.stop is None:
                 paused = track.paused
                 session.end(track, STOP_ENV)
-                track.paused = paused  # `end` clears it, and the reason why the sample ended depends on it
+                track.paused = paused  # `end` clears this field, but the sample's reason for ending depends on it
         if not self._branches:
             return None, [], []
         whole = session.track(self._prompt, self._key_2, self._sampling, Opening())
         piece_X: list[int] = []
-        # Compared by identity, because `add_request` passes this very array to the track.
+        # Identity is compared and not content: `add_request` gives this array itself to a track that begins with it.
         first = self._branches[0].track.prompt is not self._prompt
         for number, branch in enumerate(self._branches, int(first)):
             track = branch.track
@@ -455,7 +455,7 @@ class Branches:
                 whole.routes[start:end] = track.routes[: end - start]
             elif track.routes is not None:
                 part = whole.routes[start:end]
-                # A record may have routes of later answers, which an environment that began again did not ask for.
+                # A record may have routes of later answers, which the repeated environment did not request.
                 part[:] = track.routes[: len(part)]
                 track.routes = part  # routes that arrive later are written into the row
 
@@ -535,8 +535,9 @@ def read_record(rows: Sequence[Sequence[Any]], record: Track) -> list[TurnRecord
     """Reads the answers that `Branches.record` recorded.
 
     Returns:
-      Each answer as `Branches.add_request` takes it over: as podrl.rollout.partial.pack_turn packs it, with `request`,
-      the hash of the request, and `routes`, the routes of the branch that the request opened, or None.
+      Each answer in the form of the argument `drawn` of `Branches.add_request`: the result of
+      podrl.rollout.partial.pack_turn, with `request` (hash of the request) and `routes` (routes of the branch that the
+      request opened, or None) added.
     """
     answers, first, known = [], 0, 0
     for request, count, paused, routed in rows:

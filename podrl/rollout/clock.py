@@ -19,8 +19,8 @@ from podrl.rollout.token_budget import TokenBudget
 from podrl.types import LeftOut
 
 _LOOKED_AT = 4  # number of batches whose longest sample sets the quantum
-# The quantum is this share of the longest sample, divided by S. A smaller share leaves more tokens to the last windows;
-# with a larger share long samples start late.
+# The quantum is this share of the longest sample, divided by S. With a smaller share, more tokens are left for the last
+# windows; with a larger share, long samples start late.
 _SHARE = 0.7
 
 
@@ -32,10 +32,10 @@ class TokenClock:
     before the batch trains, samples are drawn to their end.
 
     Unless `rollout.window_tokens` sets the quantum, it is 0.7 times the longest sample of the last four batches,
-    divided by S: this cuts the tail of the lengths, and leaves most samples to one version.
+    divided by S: long samples are then cut into windows, and most samples are drawn by one version.
     """
 
-    anew = False  # a host that takes a group over goes on with it, and gets the same samples
+    anew = False  # a host that takes over a group continues its samples, and gets the same tokens
 
     @property
     def mode(self) -> Literal["windows", "whole"]:
@@ -59,7 +59,7 @@ class TokenClock:
         return self._windows > 1
 
     def known(self, step: int) -> int:
-        """Returns a step beyond the last: every decision follows from the samples, so every step can be repeated."""
+        """Returns a step after all others: every decision follows from the samples, so every step can be repeated."""
         return sys.maxsize
 
     def recorded(self, index: int, submit_step: int, step: int) -> None:
@@ -69,7 +69,7 @@ class TokenClock:
         """Does nothing, as this clock has no journal."""
 
     def quantum(self, step: int) -> int:
-        """Returns the tokens that a sample draws in a window, if its batch is begun when `step` steps are done."""
+        """Returns the number of tokens that a sample of a batch begun after `step` steps draws in each window."""
         if self._fixed is not None:
             return self._fixed
         tokens = _SHARE * max(self.state(step), default=self._limit) / max(self._windows, 1)
@@ -97,7 +97,7 @@ class TokenClock:
     stale_since = stale
 
     def without_signal(self, step: int, groups: Sequence["_C"], most: int) -> list["_C"]:
-        """Returns no groups: by this clock the sampling of a batch replaces them itself (dynamic sampling)."""
+        """Returns no groups: under this clock, dynamic sampling replaces groups while the batch is sampled."""
         return []
 
     def batch(self, step: int, groups: Sequence["_C"], size: int, *, over: bool = False) -> list["_C"]:
@@ -178,16 +178,16 @@ _G = TypeVar("_G")
 
 
 class WallClock:
-    """Makes each batch of the groups that end first, and repeats the decisions that are in its journal.
+    """Makes each batch from the groups that end first, and repeats the decisions that are in its journal.
 
     After step s, a group with a token older than version s - S is dropped, and its prompt is submitted again under new
     random keys. The last step that may train on such a repeated group waits for it, so no prompt is repeated for ever.
 
-    With dynamic sampling, a group whose rewards are all equal is dropped, and the batch's step opens a prompt in
-    reserve in its place. The journal has the dropped groups with the batch.
+    With dynamic sampling, a group whose rewards are all equal is dropped, and a prompt from the reserve of the batch's
+    step is opened in its place. The journal's line of the batch lists the dropped groups.
     """
 
-    anew = True  # a host that takes a group over begins it again, unless the journal has the group
+    anew = True  # a host that takes over a group begins its samples again, unless the journal has the group
     mode: Literal["wall"] = "wall"
     used = False  # samples have no quantum of tokens
 
@@ -198,15 +198,15 @@ class WallClock:
           journal: file of decisions; decisions in it are repeated, new decisions are added.
           staleness: S, the age in versions that a token may have.
           place: directory of the run, for messages.
-          replaced: number of samples that the loss loses with a group that dynamic sampling replaces; 0 without dynamic
-            sampling.
+          replaced: number of samples that the loss loses with each group that dynamic sampling replaces; 0 without
+            dynamic sampling.
         """
         self._journal, self._staleness, self._place, self._replaced = journal, staleness, place, replaced
         self._cancelled = 0  # number of groups that became too old for the newest step
         self._dropped: list[tuple[int, int]] = []  # groups without a signal that left the queue in the newest step
 
     def known(self, step: int) -> int:
-        """Returns the first step, from `step` on, whose batch is not decided; the steps before it are repeated."""
+        """Returns the first step from `step` on whose batch is not in the journal; earlier steps are repeated."""
         return self._journal.known(step)
 
     def recorded(self, index: int, submit_step: int, step: int) -> JournalEntry | None:
@@ -326,7 +326,7 @@ class WallClock:
         return known["queue"]
 
     def _replacements(self, chosen: Sequence[Candidate]) -> dict[str, float]:
-        """Returns the metrics of dynamic sampling for a batch; they have the same names as by tokens."""
+        """Returns the metrics of dynamic sampling for a batch, under the same names as under the token clock."""
         count = len(self._dropped)
         metrics = {
             "dynamic_sampling/groups_drawn": float(len(chosen) + count),

@@ -148,10 +148,10 @@ class Episode:
       text: text of the completion, which may be the environment's own instead of the text of the tokens.
       own_text: True if `text` is the environment's own.
       full: True if the sample had no room for the environment's last message.
-      sent_turns: turns that were sent to the environment. Another process can repeat them to a new environment.
+      sent_turns: turns that were sent to the environment. Another process can send them again to a new environment.
       received: number of messages from the environment.
-      repeated: number of messages that an environment that began again has repeated so far; None if it has repeated all
-        of them, or if the environment did not begin again.
+      repeated: number of earlier messages that the environment has sent again since it began again; None if it did not
+        begin again, or has sent all of them.
       calls: number of turns that the sample has ended in the present session.
       branches: branches of the conversation, if the environment calls Model.chat. `track` is then the record of the
         newest request's branch, and after the end a record that joins all branches.
@@ -307,8 +307,8 @@ class EpisodePlayer:
     def _state(self, episode: Episode) -> tuple[SavedState, Track | None]:
         if episode.stop is not None or (episode.track is not None and episode.branches is None):
             return {"episode": episode.state()}, episode.track
-        # The environment will begin again. If it sends the same requests, it gets the same answers. Under the wall
-        # clock the answers depend on time, so it may get newer answers.
+        # The environment will begin again. If it sends the same requests, it gets the recorded answers. Under the wall
+        # clock the answers depend on time, so they are not recorded and may be sampled anew.
         begun = {"episode": Episode().state()}
         if episode.branches is None or self._by_wall:
             return begun, None
@@ -379,7 +379,7 @@ class EpisodePlayer:
             self._begin(p)
 
     def _repeats(self, b: int, message: EpisodeObservation | EpisodeEnd) -> bool:
-        """Checks whether an environment that began again repeats an earlier message, and sends it the earlier answer.
+        """Sends the earlier answer again if a message repeats an earlier message, because the environment began again.
 
         Returns:
           True if the message repeats an earlier message, False if it is new.
@@ -534,7 +534,7 @@ class EpisodePlayer:
         self._host.rest(self._first + b)
 
     def _leaves(self, episode: Episode) -> int | None:
-        """Returns how many tokens the branches of an episode have drawn when it leaves the session; None for never."""
+        """Returns the value of `Branches.drawn` at which an episode leaves the session; None for never."""
         return None if self._budget.quantum is None else episode.entered + self._budget.quantum
 
     def _drop_recorded_answers(self, b: int) -> None:
@@ -556,21 +556,21 @@ class EpisodePlayer:
     def _join(self, episode: Episode) -> None:
         """Joins all branches of an episode into one completion."""
         if episode.branches is not None:
-            # First, because `joined` may copy the records of turns.
+            # Rewards are placed before `joined` is called, because `joined` may copy the records of turns.
             episode.rewards = episode.branches.place_rewards()
             episode.track, episode.piece, episode.turns = episode.branches.joined(self._session)
 
     def _on_return(self, b: int) -> None:
-        """Takes a conversation out of the session, because its environment has returned and it will be recorded."""
+        """Takes a conversation out of the session: its environment has returned, and the episode will be recorded."""
         episode = self._episodes[b]
         if episode.stop is None and episode.branches is not None:
             episode.branches.leave(self._session)
             self._returned.add(b)
 
     def _record_returned(self) -> None:
-        """Sends the routes of episodes whose environments have returned to their records, once they are on the host.
+        """Adds the routes of returned episodes to the episodes' records, as soon as the routes are on the host.
 
-        The device copies routes before its next dispatch, so this only waits for them if no samples are running.
+        The device copies routes before its next dispatch, so this method waits for them only if no sample is running.
         """
         if self._returned and not self._session.busy:
             self._session.finish_routes()
@@ -605,7 +605,7 @@ class EpisodePlayer:
             # are not in the loss. The sample drops it, so that the sample of a repeated run is the same.
             episode.track, episode.branches, episode.piece, episode.turns = None, None, [], []
         if failed:
-            episode.rewards = []  # rewards that an episode got before it was lost would look like its whole reward
+            episode.rewards = []  # otherwise rewards of turns before the failure would look like the whole reward
         self._reward(b, 0.0 if end.reward is None else end.reward, whole=True)
         if end.reward is not None or episode.rewards:
             episode.reward = sum((reward for _, reward in episode.rewards), 0.0)

@@ -27,7 +27,8 @@ class OwnGroup(Group):
     Attributes:
       samples: the samples (podrl.learner.generation.GroupInFlight); None if one version draws all of them in one call.
       recorded: entry of the group in the journal, which the samples must reproduce; None if the journal has no entry.
-      since: first version of the weights that still has to draw tokens of the group in this process, if it is `fixed`.
+      since: first version of the weights that still has to draw tokens of the group in this process; only read if the
+        group is `fixed`.
       in_batch: True if a batch holds the group.
       ended_reported: True if the leader of a pod knows that the group has ended.
       oldest_reported: True if the leader of a pod knows the oldest version that drew one of the group's tokens.
@@ -71,7 +72,7 @@ class OwnGroup(Group):
 
     def row(self, budget: TokenBudget) -> tuple[Any, TokenBudget]:
         """Returns the samples and their budget, as a pair for podrl.learner.generation.Generator.play."""
-        self.origin = None  # the samples are about to go beyond this state
+        self.origin = None  # the samples are about to continue, so this state will be out of date
         return self.samples, budget
 
     def record(self) -> JournalEntry:
@@ -161,7 +162,7 @@ class GroupPlayer:
         self._joined_at = time.monotonic()
         self._began: float | None = None  # time at which the present window began
         self._window_s: float | None = None  # seconds of the window before the present one
-        self._unscored: list[OwnGroup] = []  # groups whose samples have ended and some of whose rewards are not known
+        self._unscored: list[OwnGroup] = []  # groups whose samples have all ended, but whose rewards are not all known
 
     def open(
         self,

@@ -22,7 +22,7 @@ from podrl.mappings import ChatMessage, JsonObject, ToolSchema
 # Marks from Unicode's private use area. A template is rendered with _WORDS in place of an answer, which shows the text
 # around the answer; _OPEN and _CLOSE enclose the content of a message.
 _WORDS, _OPEN, _CLOSE = "\ue0f3", "\ue0f0", "\ue0f1"
-_THOUGHTS = f"<think>\n{_WORDS}\n</think>\n\n{_WORDS}"  # a template that drops thoughts does not render it unchanged
+_THOUGHTS = f"<think>\n{_WORDS}\n</think>\n\n{_WORDS}"  # a template that drops thoughts changes this text
 _MOST = 1 << 24  # largest number of remembered tokens, in all conversations together
 
 
@@ -84,7 +84,9 @@ class Histories:
         tools: Sequence[ToolSchema],
         answers: Iterable[tuple[ChatMessage, Sequence[int]]],
     ) -> None:
-        """Keeps the tokens of a conversation with each of its answers, and forgets the least recently used ones.
+        """Keeps the tokens of a conversation with each of its answers.
+
+        Forgets the least recently used conversations as soon as the tokens of all are more than `_MOST`.
 
         Args:
           messages: conversation without the answer.
@@ -226,7 +228,7 @@ def canonical(message: ChatMessage) -> list[object]:
 
 
 def _digest(messages: Sequence[ChatMessage], tools: Sequence[ToolSchema]) -> hashlib.blake2b:
-    """Hashes a conversation and its tools; the hash can be extended by the `_line` of the next message."""
+    """Hashes tools and a conversation; a further message is added to the hash by `update(_line(message))`."""
     digest = hashlib.blake2b(json.dumps(list(tools), sort_keys=True).encode(), digest_size=16)
     for message in messages:
         digest.update(_line(message))

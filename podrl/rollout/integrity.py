@@ -9,10 +9,10 @@ from podrl.types import STOP_FAILED, Rollouts
 def faults(rollouts: Rollouts, *, step: int, max_staleness: int) -> dict[str, float]:
     """Compares the arrays of a batch with each other, and counts tokens with contradictions.
 
-      rollout/faulty_tokens    tokens with a mask that are in the prompt or padding, or the first of a piece, or without
-                               version or log-probability; sampled tokens without a mask; tokens in a row's prompt that
-                               differ from the prompt; tokens at which the numbers of pieces do not count up from 0, or
-                               at which a piece begins inside the prompt
+      rollout/faulty_tokens    tokens with a mask that are in the prompt or padding, begin a piece, or have no version
+                               or log-probability; sampled tokens without a mask; tokens in a row's prompt that differ
+                               from the prompt; tokens at which the numbers of pieces do not count up from 0, or at
+                               which a piece begins inside the prompt
       rollout/unknown_version  tokens sampled by weights that the trainer has not made yet
       rollout/stale_tokens     tokens sampled by weights that are more than `max_staleness` updates old
 
@@ -53,8 +53,9 @@ def faults(rollouts: Rollouts, *, step: int, max_staleness: int) -> dict[str, fl
 def ages(rollouts: Rollouts, *, step: int) -> dict[str, float]:
     """Counts how old a batch's tokens are; counts of several hosts may be added.
 
-    rollout/age              updates between the weights that sampled a token and those of `step`, summed over tokens
-    rollout/mixed_samples    samples that several versions of the weights drew
+    rollout/age              number of updates from the weights that sampled a token to the weights of `step`, summed
+                             over tokens
+    rollout/mixed_samples    number of samples whose tokens come from several versions of the weights
     """
     sampled_BT = rollouts.version_BT >= 0
     newest_B = rollouts.version_BT.max(axis=1, initial=-1)

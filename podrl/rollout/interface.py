@@ -26,7 +26,8 @@ class RolloutEngine(Protocol):
       config: settings of the engine and of sampling.
       stats: counters of the last call's work.
       env_client: the environments of all samples; None if samples have no environments.
-      broadcast: function that sends the calls to run to the other processes of the mesh; None if there are no others.
+      broadcast: function that sends the engine's calls to the other processes of the mesh, which run the calls, too;
+        None if there are no others.
     """
 
     abilities: ClassVar[frozenset[Ability]]

@@ -24,8 +24,7 @@ class Group(abc.ABC):
     Attributes:
       prompts: the prompts.
       number: position of the group in the order of submission.
-      submit_step: step at which the prompts were submitted, the last time if more than once; a part of the samples'
-        random keys.
+      submit_step: step at which the prompts were submitted last; a part of the samples' random keys.
       repeated: True if the prompt was submitted again because its earlier samples became too old.
       origin: state of the samples in a checkpoint or on another host, from which they continue; None if they begin in
         this process, or after they have continued.
@@ -246,13 +245,13 @@ class OpenGroups(Generic[_G]):
     def state(
         self, step: int, ahead: int, *, last: bool = False, found: Mapping[tuple[int, int], PartialBatch] = _NONE
     ) -> PartialBatch:
-        """Copies a part of the open groups, for a checkpoint: as many groups as a batch will have, with its reserve.
+        """Copies the open groups that stand for one batch in a checkpoint: as many as a batch has, and its reserve.
 
         Args:
           step: the step of the batch.
           ahead: number of batches in flight before this batch, whose parts come first.
           last: True if the part has all remaining groups and reserves.
-          found: samples in the state of other hosts, by the group's key.
+          found: states of the samples that other hosts make, by the group's key.
         """
         own = self.groups[ahead * self._size : None if last else (ahead + 1) * self._size]
         parts = [group.marked(found[group.key], step) if group.key in found else group.part(step) for group in own]

@@ -32,8 +32,8 @@ class PartialBatch:
         the other prompts later.
       rows: per-token arrays by name, all samples one after the other; `count_B` has the number of tokens of each
         sample, `asked_P` whether each prompt was submitted. If routes are recorded, `route_YX` has `Track.routes` of
-        all samples, one after the other, and `route_B` the number of tokens with routes in each sample, because samples
-        that have ended are not computed again.
+        all samples, one after the other, and `route_B` the number of tokens with routes in each sample. Ended samples
+        need these routes, because they are not computed again.
     """
 
     prompts: Prompts

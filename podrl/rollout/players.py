@@ -17,7 +17,7 @@ from podrl.rollout.token_budget import TokenBudget, as_budget
 
 _POLL_S = 1.0  # the longest wait for environments before `EnvironmentClient.waits_for` names them
 _HALT_S = 0.02  # the longest wait if the caller may halt the samples, which is noticed only between two waits
-_RARELY = 6  # after this many failed trials of `Pace` in a row, trials become no rarer
+_RARELY = 6  # number of failed trials of `Pace` in a row after which the pauses between trials stop growing
 _BUNCH_S = 0.002  # while no sample runs, answers that come within this time are handled together
 
 
@@ -213,8 +213,8 @@ class Pace:
     next dispatch. If it is launched after, paused samples may have their answers and continue, and waiting samples get
     the lanes of samples that ended; but the device is idle until the launch.
 
-    For paused samples a later launch pays off if answers come fast. `Pace` finds this out by trials, which become rarer
-    while they fail. The tokens of samples do not depend on these decisions.
+    For paused samples a later launch is worth its cost if answers come fast. `Pace` finds this out by trials, which
+    become rarer while they fail. The tokens of samples do not depend on these decisions.
     """
 
     def __init__(self, session: Session, clock: Callable[[], float] = time.perf_counter):
@@ -222,7 +222,7 @@ class Pace:
         # Samples in the dispatch that was read last, how many of them paused, and the time when it was read.
         self._samples, self._paused, self._since = 1, 0, 0.0
         self._shares = collections.deque([0.25], maxlen=8)  # share of a dispatch's samples that left their lanes
-        self._failed = self._rest = 0  # trials in a row that did not pay; dispatches until the next trial
+        self._failed = self._rest = 0  # number of trials in a row that did not pay; dispatches until the next trial
 
     def read_first(self) -> bool:
         """Returns True if the dispatch in flight should be read first, so that paused samples can be answered."""
@@ -252,7 +252,7 @@ class Pace:
         self._shares.append(left / samples)
 
     def wait(self, env_client: EnvironmentClient, players: Sequence[Player]) -> None:
-        """Waits for answers while the device is idle, at most as long as the lanes of the paused samples are worth."""
+        """Waits for answers while the device is idle, at most for the device time that the paused lanes would waste."""
         lane_s = min(self._session.took, default=0.0) / self._samples  # value of a lane, in seconds of the device
         since = self._since - 2 * max(self._session.planned, default=0.0)  # the launch costs idle time, too
         before = left = _waiting(players)
@@ -287,10 +287,10 @@ def _poll(env_client: EnvironmentClient, players: Sequence[Player], wait_s: floa
 
 
 def _listen(session: Session, env_client: EnvironmentClient, players: Sequence[Player], most_s: float) -> None:
-    """Handles messages of environments, and waits for them only if the device is idle.
+    """Handles messages of environments, and waits for more while the device needs no new dispatch.
 
-    The wait for the first message takes at most `most_s` seconds, and the wait for further messages a moment. If no
-    message comes, `env_client.waits_for` names the environments that the samples wait for.
+    If the device is idle, the wait for the first message takes at most `most_s` seconds, and each further wait at most
+    `_BUNCH_S`. If the device stays idle, `env_client.waits_for` names the environments that the samples wait for.
     """
     idle = not session.busy
     count = _poll(env_client, players, most_s if idle else 0.0)

@@ -230,7 +230,7 @@ class Serving:
         return dataclasses.replace(self._sampling, **values, **limits), ids
 
     def _count(self, digest: bytes) -> int:
-        """Counts the requests without a seed for one prompt; returns the number of earlier ones."""
+        """Counts a request without a seed; returns the number of earlier ones with the same prompt."""
         count = self._repeated.pop(digest, 0)
         self._repeated[digest] = count + 1
         if len(self._repeated) > _COUNTED:

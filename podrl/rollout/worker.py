@@ -87,7 +87,8 @@ class RolloutWorker:
       stats: counters of the last finished `generate`, `stream` or `advance`.
       env_client: the environments of all samples; None if samples have no environments.
       several_hosts: True if the mesh has devices of other processes.
-      broadcast: function that sends the calls to run to the other processes of the mesh; None if there are none.
+      broadcast: function that sends the engine's calls to the other processes of the mesh, which run the calls, too;
+        None if there are no others.
     """
 
     abilities: ClassVar[frozenset[Ability]] = frozenset(get_args(Ability))
@@ -116,7 +117,7 @@ class RolloutWorker:
           seed: random seed of all samples, unless config.seed is set.
 
         Raises:
-          ValueError: sizes that do not fit together.
+          ValueError: the sizes do not fit together, or an end token is refused (`check_eos`).
         """
         check_eos(eos_ids, model)
         self.model, self.mesh, self.config = model, mesh, config
@@ -165,7 +166,7 @@ class RolloutWorker:
             self._state = self._engine.init_state()
 
     def refresh(self, policy: Policy) -> None:
-        """Gives new weights to a generation in progress, from its next dispatch on; each token records its version."""
+        """Makes a generation in progress use new weights from its next dispatch on; tokens record their versions."""
         self._refreshed = policy
 
     def memory(self, params: PyTree) -> int:
@@ -196,7 +197,7 @@ class RolloutWorker:
           group_size: G, number of samples per prompt.
           step: training step; a part of every sample's random key.
           sampling: sampling settings; None for the configuration's.
-          mode: purpose of the samples, which environments read as `Task.mode`.
+          mode: 'train' or 'eval'; environments read it as `Task.mode`.
           ended: function that is called with each sample when it ends, between two steps of the engine.
 
         Returns:
@@ -244,7 +245,7 @@ class RolloutWorker:
         policy: Policy | None = None,
         partial: PartialBatch | None = None,
     ) -> Player:
-        """Checks a request, and returns a player of its samples, none of which has begun.
+        """Checks a request, and returns a player of its samples, which has started none of them.
 
         `advance` plays the samples, and `rows` returns them once they have ended.
 
@@ -274,7 +275,7 @@ class RolloutWorker:
           players: players in the order in which their samples get lanes, each with the tokens that its samples may
             draw: a number, None for all, or a budget. The caller may append further players to the list between
             samples.
-          calls: turns that a sample may end in this call, if its player has a quantum; None for any number.
+          calls: largest number of turns that a sample may end in this call, if its player has a quantum; None for any.
           halt: function that is called between dispatches; True ends the call and leaves all samples in their present
             state.
 
@@ -356,7 +357,7 @@ class RolloutWorker:
     def _request(
         self, version: int, prompts: Prompts, group_size: int, step: int, sampling: Sampling | None, mode: Mode
     ) -> RolloutRequest:
-        """Checks the arguments of a call, and makes a request of them with all settings filled in."""
+        """Checks the arguments of a call; returns a request with the missing settings taken from the configuration."""
         sampling = self._complete(sampling)
         self.check(prompts, group_size, sampling)
         assert sampling.max_new is not None
@@ -515,10 +516,10 @@ def pieces_per_prompt(prompts: int, group_size: int, shards: int) -> int:
 
 
 def check_eos(ids: Sequence[int], model: ModelConfig) -> None:
-    """Refuses ids that shall end every sample if they are too many, or if the model cannot sample one of them.
+    """Checks the ids that end every sample.
 
     Raises:
-      ValueError: the ids are refused; the message names rollout.eos_tokens.
+      ValueError: there are too many ids, or the model cannot sample one of them; the message names rollout.eos_tokens.
     """
     if len(ids) > STOP_IDS:
         raise ValueError(f"rollout.eos_tokens has {len(ids)} ids: at most {STOP_IDS} are supported.")
@@ -531,7 +532,7 @@ def _check_ends(ids: Sequence[int], model: ModelConfig, key: str) -> None:
     Args:
       ids: the stop ids.
       model: architecture of the model.
-      key: key that has the ids, for the message.
+      key: configuration key of the ids, for the message.
 
     Raises:
       ValueError: the model has no embedding for one of the ids.

@@ -49,8 +49,8 @@ def serve(
     """Loads functions of users and calls them, one request after the other, until the parent closes the pipe.
 
     Args:
-      describe: function of (a user's function, its spec) that returns the description of it for the parent.
-      call: function of (a user's function, the arguments from the parent as parsed JSON) that returns the answer.
+      describe: function that takes (a user's function, its spec) and returns the description for the parent.
+      call: function that takes (a user's function, the parent's arguments as parsed JSON) and returns the answer.
     """
     requests, replies = begin()
     functions: dict[str, Callable[..., Any]] = {}

@@ -1,8 +1,8 @@
 """Ends processes that users' code detached from its worker, by the worker's mark in their environment.
 
-A process may leave its group and its session, and outlive its parent, but it keeps its environment unless it empties
-it. This module imports only the standard library. It is also a program, which ends the processes that a killed job left
-behind.
+A process may leave its group and its session, and outlive its parent, but it keeps its environment unless it clears the
+environment itself. This module imports only the standard library. It is also a program that ends the processes that a
+killed job left behind.
 """
 
 import contextlib

@@ -23,7 +23,7 @@ from podrl.workers.frames import pack, take
 from podrl.workers.user_code import Limits, hide_secrets
 from podrl.workers.user_objects import LoadError
 
-# Imports of users' code may take long (a math library, say); a call's deadline starts after them.
+# Longest time for the imports of users' code, such as a math library; a call's deadline starts after them.
 LOAD_S = 120.0
 _LEAVE_S = 1.0
 _PATIENCE_S = 0.05  # time that a call waits for an idle process before another process is started for it
@@ -46,8 +46,8 @@ def _job_mark() -> str:
     That program, podrl.workers.leftovers, waits until this process has ended.
     """
     mark, (read, _kept) = secrets.token_hex(8), os.pipe()
-    # In isolated mode and without site-packages it starts in milliseconds. Its output goes nowhere, so that it does not
-    # keep the job's output open.
+    # In isolated mode and without site-packages the program starts in milliseconds. Its output goes nowhere, so that it
+    # does not keep the job's output open.
     command = [sys.executable, "-I", "-S", leftovers.__file__, f"{mark}."]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "env": {}}
     subprocess.run(command, stdin=read, check=True, start_new_session=True, **quiet)
@@ -71,13 +71,13 @@ class Process:
             `close` or `leave` was called before.
 
         Raises:
-          OSError: the system starts no more processes.
+          OSError: the system cannot start another process.
         """
         hide_secrets()  # a worker can read /proc/PID/environ of this process, which has the same user
         read_life, self._life = os.pipe()
         self._mark = f"{_job_mark()}.{next(_numbers)}."
         own = {leftovers.MARK: self._mark, child.INSIDE: "1", child.LIFE: str(read_life), "JAX_PLATFORMS": "cpu"}
-        # In a session of its own, Ctrl-C in the terminal does not reach the process, and its group is killed as one.
+        # A session of its own, so that Ctrl-C in the terminal does not reach the process and its group is killed whole.
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", module, json.dumps(dataclasses.asdict(limits))],
@@ -262,7 +262,7 @@ class Loop:
 
     @staticmethod
     async def _finish(leave: Callable[[], Coroutine[object, Any, Iterable[Process]]]) -> Iterable[Process]:
-        # The loop runs callbacks in their order: when the caller of `end` has this result, every thread has its own.
+        # The loop runs callbacks in order: when the caller of `end` gets this result, all other callers have theirs.
         processes = await leave()
         while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
             for task in tasks:
@@ -355,7 +355,7 @@ class Pool:
           DiedError: the process ended, or wrote something other than an answer.
           LoadError: the function cannot be loaded (again).
           ValueError: the arguments are too long.
-          OSError: the system starts no more processes.
+          OSError: the system cannot start another process.
         """
 
         async def load_and_call(holder: _Holder) -> JsonObject:
@@ -379,7 +379,7 @@ class Pool:
                 holder = fresh
             return await use(holder)
         finally:
-            if holder.dead:  # also after a late answer, or a caller that was cancelled in the middle
+            if holder.dead:  # a late answer or a cancelled call also makes a holder dead
                 holder.process.close()
             self._idle.put_nowait(holder)  # a dead holder, too: it keeps its place in the pool for the next call
 

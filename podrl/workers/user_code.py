@@ -80,7 +80,7 @@ def is_of_the_job(name: str) -> bool:
 
 
 def forget(environment: MutableMapping[str, str], name: str) -> None:
-    """Removes a variable from an environment; from os.environ so that /proc/PID/environ does not show its value either.
+    """Removes a variable from an environment; if it is os.environ, also hides the value in /proc/PID/environ.
 
     The kernel shows the environment that a process was started with for as long as the process lives, and users'
     functions run under the same user, who may read it.
@@ -93,14 +93,13 @@ def forget(environment: MutableMapping[str, str], name: str) -> None:
 def hide_secrets() -> None:
     """Hides secret variables of this process in /proc/PID/environ; os.environ and child processes keep them.
 
-    Each name is hidden only once, because the kernel shows only the values with which a process was started, and no
-    later ones.
+    Each name is hidden only once, because the kernel shows only the values with which the process was started.
     """
     with _hiding:
         for name in [name for name in os.environ if is_secret(name) and name not in _hidden]:
             value = os.environ[name]
             _overwrite(name)
-            os.environ[name] = value  # in new memory; other threads could read it all the time
+            os.environ[name] = value  # in new memory; the mapping os.environ itself had the value all the time
             _hidden.add(name)
 
 

@@ -62,7 +62,10 @@ def spec_of(fn: object) -> dict[str, str] | None:
 
 
 def name_of(fn: object) -> str | None:
-    """Returns 'file.py:name' or 'package.module:name' of an object; None if a worker cannot load it; texts stay."""
+    """Returns 'file.py:name' or 'package.module:name' of an object; None if a worker cannot load it.
+
+    A text is returned unchanged.
+    """
     if isinstance(fn, str):
         return fn
     spec = spec_of(fn)

@@ -29,7 +29,7 @@ def read(body: object, models: Sequence[str], parser: str) -> ParsedRequest:
     sampling_params = fields.take("sampling_params")
     fields.end()
     params = Fields({} if sampling_params is None else sampling_params, "sampling_params")
-    # With 1, vLLM returns the sampled token and the max_new likely one; its clients read only the sampled token.
+    # With 1, vLLM returns the sampled token and the most likely token; its clients read only the sampled token.
     logprobs = params.integer("logprobs", 0, 1) is not None
     for unused in ("skip_special_tokens", "include_stop_str_in_output", "spaces_between_special_tokens", "detokenize"):
         params.flag(unused)  # a setting of the text, which this dialect does not return

@@ -100,7 +100,7 @@ class AnswerStream:
     def _start(self) -> Iterator[JsonObject]:
         if not self._started:
             self._started = True
-            # The tokens of the prompt are counted by the last event: a part does not hold them.
+            # The last event has the number of the prompt's tokens: a part of an answer does not hold this number.
             empty = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": _usage(0, 0)}
             yield {"type": "message_start", "message": _head(self._request, self._id) | empty}
 

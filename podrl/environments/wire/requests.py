@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from podrl.mappings import ChatMessage, JsonObject, ToolSchema
 
-ASIDE = ":aside"  # suffix of a model's name: the answer is the same, but is never trained
+ASIDE = ":aside"  # suffix of a model's name that leaves the answer out of training
 
 
 class RefusedRequest(Exception):  # noqa: N818 - an answer to the client, not an error of this program
@@ -115,8 +115,8 @@ class Answer:
     def to_frame(self) -> tuple[JsonObject, bytes]:
         """Returns (fields for the header of a frame, token ids and log-probabilities as bytes for its body).
 
-        The header has the number of ids and log-probabilities in their places. As JSON, the ids of a long prompt took a
-        quarter of the front's time, and as much of the owner's.
+        In the header, the numbers of ids and of log-probabilities stand in their places. Written as JSON, the ids of a
+        long prompt took a quarter of the time of the front, and of its owner.
         """
         fields, numbers = {**vars(self), "prompt_ids": len(self.prompt_ids)}, [array.array("i", self.prompt_ids)]
         fields["choices"] = []
@@ -131,9 +131,7 @@ class Answer:
         """Makes an answer from the result of `to_frame`."""
         view, offset = memoryview(numbers), 0
 
-        def unpack(
-            kind: Literal["i", "d"], count: int
-        ) -> Sequence[Any]:  # copies nothing: most answers show no numbers
+        def unpack(kind: Literal["i", "d"], count: int) -> Sequence[Any]:  # copies nothing: most clients get no numbers
             nonlocal offset
             begin, offset = offset, offset + count * array.array(kind).itemsize
             return view[begin:offset].cast(kind)

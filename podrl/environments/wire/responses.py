@@ -227,7 +227,7 @@ def _add(messages: list[dict[str, Any]], item: object, path: str) -> None:
 
 
 def _content(value: object, path: str) -> Any:
-    """Translates the parts of a content."""
+    """Translates the parts of a message's content; content that is no list is returned unchanged."""
     if not isinstance(value, list):
         return value
     parts = []

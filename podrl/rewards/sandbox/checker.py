@@ -1,4 +1,4 @@
-"""The process that tests a program; the program's own process can neither read the tests nor answer in its place.
+"""The process that tests a program; the program's own process can neither read the tests nor send the verdict.
 
 A test of functions is Python that runs here, in a namespace with a stand-in for everything that the program defines:
 calls go to the program's process as plain values and come back as plain values, so that no object of the program can
@@ -90,7 +90,7 @@ def check(job: socket.socket, limits: Bounds) -> None:
     content = bytearray()
     while part := job.recv(1 << 20):
         content += part
-    # Memory for the request is added to the limit, which is meant for tests and the program's replies.
+    # Memory for the request is added to the limit, because the limit is for the tests and the program's replies only.
     kernel.limit_memory((limits["memory_mb"] << 20) + _PER_BYTE * len(content))
     request = json.loads(content)
     try:
@@ -141,7 +141,7 @@ def _read(descriptor: int, end: float, most: int) -> str | None:
 
 
 def _lines(text: str) -> list[str]:
-    """Lines without the space at their ends; empty lines at the end of the text do not count."""
+    """Splits a text into lines without the space at their ends; drops empty lines at the end of the text."""
     lines = [line.rstrip() for line in text.splitlines()]
     while lines and not lines[-1]:
         lines.pop()
@@ -206,8 +206,8 @@ class _Remote:
     """Sends requests to a program's process, and makes stand-ins for its objects.
 
     Attributes:
-      malformed: fault of a message from the program's process; '' if no message had a fault. A program can write to the
-        channel itself, so a message proves nothing and is read as data.
+      malformed: fault in a message from the program's process; '' if no message had a fault. The program itself can
+        write to the channel, so a message cannot be trusted, and is only read as data.
       unusable: complaint about a value that a test gave the program and that is not plain data; '' for none.
     """
 
@@ -223,7 +223,7 @@ class _Remote:
         return {name: self._local(value) for name, value in names.items()}
 
     def ask(self, operation: str, arguments: Sequence[object], keywords: Mapping[str, object]) -> object:
-        """Sends an operation to the program's process, which carries it out; mutable arguments take their new values.
+        """Has the program's process carry out an operation; then mutable arguments get the values that it left in them.
 
         Args:
           operation: name of the operation, see `podrl.rewards.sandbox.program`.

@@ -165,7 +165,7 @@ def _libraries() -> list[str]:
 
 
 def _ask(channel: socket.socket, job: ProgramTests, timeout_s: float) -> bytes:
-    """Sends a job and returns the answer; empty where the sandbox ended without one."""
+    """Sends a job and returns the answer; empty bytes if the sandbox ended without an answer."""
     channel.settimeout(timeout_s)
     content = bytearray()
     try:

@@ -68,7 +68,7 @@ def clone() -> int:
 
 
 def map_user(pid: int) -> None:
-    """Gives a process in a new user namespace the user `NOBODY`; if we are root, also root, for its set-up.
+    """Gives a process in a new user namespace the user `NOBODY`; if this process is root, also root, for the set-up.
 
     Args:
       pid: id of the process, as this process sees it.

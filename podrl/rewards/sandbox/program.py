@@ -1,4 +1,4 @@
-"""The process that a program runs in, and the one that starts it: neither ever holds the tests."""
+"""The process that a program runs in, and the process that starts it: neither ever holds the tests."""
 
 import gc
 import operator

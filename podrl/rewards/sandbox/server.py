@@ -39,7 +39,7 @@ def serve() -> None:
     kernel.prepare()
     gc.disable()  # a collection writes to every object that it visits, so each sandbox would copy the objects' memory
     alive = os.pipe()  # the writing end closes when this process ends
-    running: dict[int, tuple[int, float]] = {}  # process id and last moment of each sandbox, by descriptor of process
+    running: dict[int, tuple[int, float]] = {}  # by descriptor of a sandbox's process: its id, the time to kill it
     with selectors.DefaultSelector() as selector:
         selector.register(control, selectors.EVENT_READ)
         while True:

@@ -54,7 +54,7 @@ def decode(value: Any, resolve: Callable[[Reference], object]) -> Any:
     """Makes the value that was encoded.
 
     Args:
-      value: a result of `encode`, after JSON; anything else, since the sender is not trusted, raises an error.
+      value: a result of `encode`, read back from JSON; other values may come, because the sender is not trusted.
       resolve: finds the object of a reference.
 
     Raises:
