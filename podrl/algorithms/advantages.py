@@ -1,4 +1,4 @@
-"""Advantage estimators for outcome rewards: each one's baseline and scale.
+"""Advantage estimators for outcome rewards: how each sets the baseline and the scale.
 
 Every function takes numpy arrays or jax arrays and returns arrays of the same library and precision; integer rewards
 become float32. Groups may be incomplete, of different sizes, and in any order.
@@ -41,7 +41,7 @@ def by_group(estimate: Callable[..., Groups], group_B: GroupIndex, *values_B: Fl
     """
     size = values_B[0].shape[0]
     if len(group_B) != size:
-        raise ValueError(f"{size} rewards do not fit the groups of {len(group_B)} samples: there must be as many.")
+        raise ValueError(f"{size} rewards do not fit the groups of {len(group_B)} samples: each needs one reward.")
     xp = namespace(values_B[0])
     if not xp.issubdtype(values_B[0].dtype, xp.floating):
         values_B = (values_B[0].astype(xp.float32), *values_B[1:])

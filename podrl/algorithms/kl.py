@@ -108,7 +108,7 @@ def penalized_reward(
 ) -> Float[Array, "B T"]:
     """Subtracts the KL penalty from token rewards: the KL is in the reward (PPO), not in the loss (GRPO).
 
-    numpy or jax arrays; the result is an array of the same library.
+    The arrays are all numpy or all jax arrays, and so is the result.
 
     Args:
       reward_BT: token rewards; an outcome reward lies on the last sampled token.
@@ -157,7 +157,7 @@ class AdaptiveKL:
     The controller has no state: the caller keeps the coefficient and saves it in checkpoints.
 
     Attributes:
-      target: KL to steer to, in the unit of the argument `kl` of `update` (nats per token or per sample).
+      target: wanted KL, in the unit of the argument `kl` of `update` (nats per token or per sample).
       horizon: number of samples over which the coefficient changes by at most a fifth.
     """
 

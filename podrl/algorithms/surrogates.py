@@ -54,7 +54,7 @@ def token_ratio(logprob_BT: Float[Array, "B T"], old_logprob_BT: Float[Array, "B
 def of_token_losses(
     loss_BT: Float[Array, "B T"], logprob_BT: Float[Array, "B T"], old_logprob_BT: Float[Array, "B T"]
 ) -> Surrogate:
-    """Makes a Surrogate of token losses from a user's function; no token counts as clipped."""
+    """Makes a Surrogate from the token losses of a user's function; no token counts as clipped."""
     never_BT = jnp.zeros(loss_BT.shape, bool)
     return Surrogate(loss_BT, never_BT, never_BT, token_ratio(logprob_BT, old_logprob_BT))
 
@@ -223,7 +223,7 @@ def dppo(
 
     DPPO's binary total variation (arXiv 2602.04879), with the penalty that prime-rl adds. A clip of the ratio stops
     rare tokens after a small change of probability and frequent tokens almost never; a bound on the change of
-    probability treats both alike. The penalty is on every token, so it draws tokens without -r A back.
+    probability treats both alike. The penalty is on every token, so it also draws back tokens that have lost -r A.
 
     Args:
       epsilon_low: largest fall of the probability, from exp(old_logprob) to exp(logprob), at which a token with A < 0
