@@ -25,8 +25,8 @@ from podrl.models import tiles
 from podrl.models.config import EXPERT_PROJECTIONS, Experts, ModelConfig, quant_groups
 from podrl.types import PyTree
 
-# Names for remat policies: of the chosen experts and the order of rows, and of products of experts. Chosen experts must
-# be kept: recomputed scores may differ in the last bit, and another expert may be chosen.
+# Names for remat policies: ROUTES_NAME for the chosen experts and the order of rows, EXPERTS_NAME for products of
+# experts. Chosen experts must be kept: recomputed scores may differ in the last bit, and choose another expert.
 ROUTES_NAME, EXPERTS_NAME = "routes", "experts"
 UNKNOWN = 0  # entry of a route for which no expert is recorded; expert e is recorded as e + 1
 _LEAST, _MOST = 8, 128  # bounds of the rows in a block: with fewer, reads of weights dominate; with more, padding does
@@ -168,7 +168,7 @@ def route(
 
     Returns:
       The numbers of the experts that compute each token, their float32 weights, and the numbers of the experts with the
-      highest scores. The first and the last are the same for tokens without a recorded route.
+      highest scores. For tokens without a recorded route these are the experts that compute the token.
     """
     logit_XE = jnp.dot(x_XD.astype(jnp.float32), layer["router"].astype(jnp.float32), precision=lax.Precision.HIGHEST)
     if experts.beside_dense:
@@ -300,7 +300,7 @@ def _on_device(
     if leaves["expert_in"].ndim == 5:
         first = index * count
         leaves = {name: w.reshape(-1, *w.shape[2:]) for name, w in leaves.items()}
-    if layout.tensor and "expert_out_bias" in leaves:  # outputs are summed over tensor: one device adds the bias
+    if layout.tensor and "expert_out_bias" in leaves:  # outputs are summed over tensor, so one device adds the bias
         leaves["expert_out_bias"] = jnp.where(lax.axis_index(layout.tensor) == 0, leaves["expert_out_bias"], 0)
     if layout.spread:
         x_XD, expert_Xk, weight_Xk = (
@@ -460,13 +460,13 @@ def _joined(x: Array, axes: tuple[str, ...], dim: int) -> Array:
 
 
 def _scattered(axes: tuple[str, ...], dim: int, shape: tuple[int, ...], d: Array) -> tuple[Array]:
-    """Sums the gradient of `_joined` over the axes, each device its own part of `shape`.
+    """Sums the gradient of `_joined` over the axes; each device gets the sum of its own part, of shape `shape`.
 
     The parts are scattered as rows. To scatter its last dimension, a TPU adds up the whole gradient on every device,
     which sends twice the bytes.
     """
     parts = jnp.moveaxis(d.reshape(*d.shape[:dim], -1, shape[dim], *d.shape[dim + 1 :]), dim, 0)
-    rows = parts.reshape(-1, shape[-1])  # the part of a device is many rows
+    rows = parts.reshape(-1, shape[-1])  # a device's part is many of these rows
     return (lax.psum_scatter(rows, axes, scatter_dimension=0, tiled=True).reshape(shape),)
 
 
@@ -604,7 +604,7 @@ def _plan(expert_Xk: Array, form: _Form) -> _SortedRows:
     if form.tpu:
         return _sort(expert_Xk, count, 1, -(-expert_Xk.size // tiles.ROWS) * tiles.ROWS)
     block = _LEAST
-    # An expert has at least 1.5 blocks of rows: larger blocks hold more padding than their speed makes up for.
+    # An expert keeps at least 1.5 blocks of rows on average: in larger ones, padding costs more than their speed saves.
     while 3 * block * count * parts <= expert_Xk.size and block < _MOST:
         block *= 2
     return _sort(expert_Xk, count, block, (-(-expert_Xk.size // block) + min(count, expert_Xk.size)) * block)
@@ -661,7 +661,7 @@ def _factors(
     dlow_PR: Array | None,
     scale: float,
 ) -> list[tuple[str, int | None, Array | None, Array]]:
-    """Lists, for each matrix of weight `name` that trains, the two arrays whose products of rows sum to its gradient.
+    """Lists two arrays for each trained matrix of weight `name`; the outer products of their rows sum to its gradient.
 
     Returns:
       Tuples (leaf, matrix, left factor, right factor); the left factor of a bias is None, which stands for ones.
