@@ -33,8 +33,9 @@ MODES = (
 )
 SCALED_MODES = ("sequence-mean-token-scale", "token-sum-scale")
 
-# The meaning of other frameworks' names, read off their sources: verl's `agg_loss` (one name changed its meaning after
-# January 2026), TRL's `loss_type`, Tunix's `loss_agg_mode`. A preset that reproduces a framework understands its names.
+# The meanings of other frameworks' names, taken from their source code: verl's `agg_loss` (one name changed its meaning
+# after January 2026), TRL's `loss_type`, Tunix's `loss_agg_mode`. A preset that reproduces a framework understands its
+# names.
 _VERL = {
     "seq-mean-token-mean": "sequence-mean-token-mean",
     "seq-mean-token-sum": "sequence-mean-token-sum",

@@ -62,7 +62,7 @@ def kl_divergence(
     """Estimates KL(policy || reference) per token, in nats.
 
     `FORMULAS` has the formulas. The values of k1 and k3 are unbiased. On-policy, however, the gradient of k1 is zero in
-    expectation, and the gradient of k3 is that of the other direction, KL(reference || policy). k2 has the right
+    expectation, and the gradient of k3 belongs to the other direction, KL(reference || policy). k2 has the right
     gradient. `k1+` and `k3+` have the value of k1 and k3 with the gradient of k2, because x - stop_gradient(x) is zero
     but has the gradient of x.
 

@@ -115,8 +115,8 @@ def divided(mean: Mapping[str, float]) -> dict[str, float]:
     """Turns metrics by age into means over the tokens of that age, and leaves out ages that no token has.
 
     Args:
-      mean: means over all loss tokens by metric name; a metric by age holds the part of such a mean that comes from its
-        tokens.
+      mean: means over all loss tokens by metric name; a metric by age holds the part of the mean from tokens of this
+        age.
     """
     found = {}
     for name, value in mean.items():

@@ -463,9 +463,9 @@ class PolicyLoss:
 
         Returns:
           The loss; and the metrics actor/{pg_loss, pg_clipfrac, pg_clipfrac_lower, approx_kl, kl, entropy, ratio},
-          sampler/{weight, kept} and those of `podrl.algorithms.mismatch`, which have no gradient. All are means over
-          loss tokens, except pg_loss, which is aggregated as the loss is. `mismatch.divided` and `mismatch.derived`
-          finish the metrics by age and the moments.
+          sampler/{weight, kept} and the metrics of `podrl.algorithms.mismatch`, all without gradient. All are means
+          over loss tokens, except pg_loss, which is aggregated as the loss is. `mismatch.divided` and
+          `mismatch.derived` finish the metrics by age and the moments.
         """
         rows, mask_BT = rows.clean(), rows.mask_BT
         logprob_BT, entropy_BT = masked(logprob_BT, mask_BT), masked(entropy_BT, mask_BT)

@@ -194,8 +194,7 @@ def gmpo(
     sequences.
 
     Args:
-      advantage_BT: advantages. The paper has one advantage per sequence; the mean over the sequence is used as this
-        advantage.
+      advantage_BT: advantages. The paper has one advantage per sequence; here it is the mean over the sequence.
       epsilon_low: distance of the lower bound of log r from 0, nats (0.4 in the paper).
       epsilon_high: distance of the upper bound of log r from 0, nats (0.4 in the paper).
       eps: number added to lengths; 1e-8 is verl's arithmetic.
@@ -361,7 +360,7 @@ def kl_cov(
 ) -> Surrogate:
     """Computes -r A, plus coef abs(log r) on the tokens of largest covariance (KL-Cov, arXiv 2505.22617).
 
-    The covariance is that of advantage and logprob, see `token_covariance`.
+    `token_covariance` computes the covariance, of advantage and logprob.
 
     Args:
       fraction: share of the loss tokens of this call to penalise, at least one token.

@@ -205,7 +205,7 @@ class DistilledGRPO(GRPO):
         return IdScores(rollouts.logprob_BT, number_BT, id_XK, theirs_XK)
 
     def needed(self, step: int, experience: Experience) -> np.ndarray:
-        """Lists the samples whose rows lie on this process's devices, in the policy's packing or in a teacher's."""
+        """Lists the samples whose rows lie on this process's devices, in the packing of the policy or of a teacher."""
         own, teachers = super().needed(step, experience), self.cluster.teachers
         if any(teacher.tokenizer is not None for teacher in teachers):
             # Which sample lies in which row depends on the lengths in the teacher's tokens, and these follow only from

@@ -232,7 +232,7 @@ def fill_rows(experience: Experience, chosen: Int[np.ndarray, " n"], message: Me
 
 
 def fill_prompts(experience: Experience, rows: Int[np.ndarray, " n"]) -> None:
-    """Copies prompt tokens from samples whose rows were received to the others of their groups, in place.
+    """Copies prompt tokens from samples whose rows were received to the other samples of their groups, in place.
 
     Packing checks that samples which share a prompt have the same prompt tokens. Some of these samples train on other
     hosts, so their rows are not sent to this host.
@@ -367,7 +367,7 @@ def _lost(message: Message, mask_BT: np.ndarray) -> np.ndarray:
 
 
 def _write_pieces(rollouts: Rollouts, messages: Sequence[Message]) -> None:
-    """Numbers the pieces from the places of their first tokens; without these (an old checkpoint) a sample is one."""
+    """Numbers the pieces of samples, whose first tokens a message lists; old checkpoints have one piece per sample."""
     first = 0
     for message in messages:
         for b, t in message.value.get("pieces", ()):

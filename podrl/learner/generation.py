@@ -236,7 +236,7 @@ class Generator:
     def _join_samples(
         self, in_flight: Sequence[GroupInFlight], prompts: Prompts, seconds: float
     ) -> tuple[Rollouts, np.ndarray, float]:
-        """Joins requests, whose prompts are the first of `prompts`; returns the same as `_sample_and_score`."""
+        """Joins requests for the first prompts of `prompts`, in order; returns the same as `_sample_and_score`."""
         started = time.monotonic()
         try:
             parts = [self._cluster.rollout.rows(group.player, 0.0) for group in in_flight]

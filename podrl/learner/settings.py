@@ -214,7 +214,7 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
         return "current" if updates_per_step == 1 and not scored else "trainer"
 
     def warnings(self, updates_per_step: int) -> list[str]:
-        """Lists settings, those of the loss included, that are legal but probably a mistake, one sentence each."""
+        """Lists legal settings that are probably a mistake, also settings of the loss, one sentence each."""
         name, old = self.section, self.old_source(updates_per_step)
         found = list(self.policy_loss(max_tokens=1).warnings())  # warnings do not depend on max_tokens
         if old == "sampler" and self.correction != "none":
@@ -300,7 +300,7 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
         return reward_B
 
     def masked_out(self, experience: Experience) -> Int[np.ndarray, " B"]:
-        """Returns the LeftOut codes of samples none of whose tokens count in the loss; 0 for the others."""
+        """Returns the LeftOut code of each sample whose tokens all stay out of the loss; 0 for the other samples."""
         stop_B, lost_B = experience.rollouts.stop_B, experience.lost_B
         found = {
             LeftOut.OUT_OF_TIME: stop_B == STOP_DEADLINE,
@@ -320,7 +320,7 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
 
     @property
     def policy_alone(self) -> bool:
-        """True if nothing but the surrogate moves the policy: no KL, entropy, observation or divergence."""
+        """True if only the surrogate moves the policy: the loss has no KL, entropy, observations or divergence."""
         teacher = self.distillation
         exact = teacher is not None and not teacher.sampled
         return not (self.loss_kl.coef or self.entropy_coef or self.observed_weight or exact)

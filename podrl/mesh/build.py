@@ -12,7 +12,7 @@ from podrl.types import JaxDevice
 AXES = ("data", "expert", "fsdp", "seq", "tensor")
 EXPERT = "expert"  # cuts rows, and spreads the experts of each layer
 SEQ = "seq"  # cuts rows along time
-_ALWAYS = ("data", "fsdp", "tensor")  # axes of every mesh; a mesh has the others only if they are larger than 1
+_ALWAYS = ("data", "fsdp", "tensor")  # axes of every mesh; a mesh has another axis only if its size is larger than 1
 REST = -1
 # Other systems' names of the axes.
 _ALIASES = {"dp": "data", "ep": EXPERT, "tp": "tensor", "model": "tensor", "sp": SEQ, "cp": SEQ}

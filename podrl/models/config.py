@@ -246,7 +246,7 @@ class ModelConfig:
     Attributes:
       family: name of the architecture in checkpoints, e.g. 'gemma2'.
       vocab_size, num_layers, model_dim, ffn_dim: sizes V, L, D, F.
-      num_heads, num_kv_heads, head_dim: sizes N, K, H; if layers are of several kinds, K and H are those of `kinds[0]`.
+      num_heads, num_kv_heads, head_dim: sizes N, K, H; if layers are of several kinds, K and H belong to `kinds[0]`.
       activation: gate non-linearity: 'gelu_tanh', 'gelu', 'silu', or 'clamped_silu' (gpt-oss), see
         `podrl.models.moe.gated`.
       norm_eps: number added to the mean square in every RMS norm.
@@ -346,7 +346,7 @@ class ModelConfig:
 
     @property
     def projections(self) -> tuple[str, ...]:
-        """Names of the dense projections in a layer: with experts in place of a dense MLP, only those of attention."""
+        """Names of the dense projections in a layer: only attention's if experts replace the dense feed-forward."""
         names = ATTENTION_PROJECTIONS if self.experts is not None and not self.experts.beside_dense else PROJECTIONS
         if self.delta is not None:
             return (*LINEAR_PROJECTIONS, *(name for name in names if name not in ATTENTION_PROJECTIONS))
@@ -405,7 +405,7 @@ class ModelConfig:
 
     @property
     def lenders(self) -> tuple[int, ...]:
-        """Indices of the kinds whose last layer's keys and values other layers attend to."""
+        """Indices of the kinds that lend keys and values: other layers attend to those of the kind's last layer."""
         return tuple(sorted({kind.keys_of for kind in self.kinds if kind.keys_of >= 0}))
 
     @property
@@ -503,7 +503,7 @@ class ModelConfig:
         return np.stack(rows).astype(np.float32)
 
     def rotations(self) -> tuple[tuple[Float[np.ndarray, "R H/2"], tuple[float, ...]], tuple[int, ...]]:
-        """Returns the different rotations of rotary positions, and the number of each layer's rotation among them.
+        """Returns the different rotations of rotary positions, and for each layer the index of its rotation.
 
         The layers must be alike. A rotation has frequencies, see `inverse_frequencies`, and a factor of its cosines and
         sines.
@@ -573,7 +573,7 @@ def gemma2_config(
     logit_softcap: float = 30.0,
     max_length: int = 8192,
 ) -> ModelConfig:
-    """Builds a Gemma 2 of any size: layers of even index have the window, the others see all (arXiv 2408.00118)."""
+    """Builds a Gemma 2 of any size: layers of even index have the window, others see all tokens (arXiv 2408.00118)."""
     return ModelConfig(
         family="gemma2",
         vocab_size=vocab_size,

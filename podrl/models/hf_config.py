@@ -398,7 +398,7 @@ def _linear_kinds(
 
 
 def _dense_first(known: JsonObject, layers: int, head_dim: int, where: str) -> tuple[tuple[Kind, ...], tuple[int, ...]]:
-    """Reads the two kinds of layers of a GLM 4.5: dense layers come first, and all others have experts."""
+    """Reads the two kinds of layers of a GLM 4.5: dense layers come first, and all later layers have experts."""
     dense, heads = known["first_k_dense_replace"], known["num_key_value_heads"]
     if dense >= layers:
         raise ValueError(

@@ -140,7 +140,7 @@ _FIXED: Mapping[str, tuple[object, ...]] = {
 }
 # Further values that podrl computes for one family.
 _FIXED_OF: Mapping[str, Mapping[str, tuple[object, ...]]] = {
-    # In Gemma 4 the field changes tokens of images only, and so no text. In Gemma 3 it changes all tokens.
+    # In Gemma 4 the field changes only tokens of images, and never text. In Gemma 3 it changes all tokens.
     "gemma4": {"use_bidirectional_attention": ("vision",), "enable_moe_block": (True,)},
     "gpt_oss": {"attention_bias": (True,)},
     "glm4_moe": {"attention_bias": (True,)},
@@ -149,7 +149,7 @@ _GEMMA23 = ("gemma2", "gemma3")
 _GEMMA234 = (*_GEMMA23, "gemma4")
 _QWEN = ("qwen2", "qwen3")
 KINDS_OF_ROPE = ("gemma3", "gemma4", "olmo3")  # layers with and without a window have positions of their own
-# Families whose model in transformers reads a field; fields that are not listed are read by all families.
+# For each field, the families whose models in transformers read it. All families read a field that is not listed.
 _READERS: Mapping[str, tuple[str, ...]] = {
     "attn_logit_softcapping": ("gemma2",),  # Gemma 3 stores the field but does not use it
     "final_logit_softcapping": _GEMMA234,

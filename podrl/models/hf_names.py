@@ -99,7 +99,7 @@ _EXPERTS: Mapping[str, Mapping[str, Sequence[str]]] = {
         "expert_out": ("block_sparse_moe.experts.{}.w2.weight",),
     },
 }
-# Stacked dimensions of the leaves of experts, see `Entry.stacked`; all others are stacked by layer alone.
+# Stacked dimensions of the leaves of experts, see `Entry.stacked`; all other leaves are stacked by layer alone.
 _EXPERT_STACKS = {"expert_in": (0, 1, 2), "expert_out": (0, 1), "shared_in": (0, 1)}
 
 # Adapters of experts in PEFT's files: leaf -> (inputs, permuted), see Entry. Matrix A is stored as (expert x rank, in),

@@ -102,7 +102,7 @@ def route_bytes(config: ModelConfig) -> int:
 def routes_of(route_BTX: UInt8[Array, "B T X"], config: ModelConfig) -> Int[Array, "L B T k"]:
     """Converts routes recorded as bytes into expert numbers plus 1.
 
-    L counts the layers with experts, those of the model's first kind of layers first.
+    L counts the layers with experts; layers of the model's first kind come first.
     """
     assert config.experts is not None
     dtype, dims = route_dtype(config.experts), (*route_BTX.shape[:2], config.routed_layers, config.experts.chosen)
@@ -199,7 +199,7 @@ def route(
 
 @jax.custom_vjp
 def _with_loss(x: Array, loss: Float[Array, ""]) -> Array:
-    """Returns x; the backward pass adds the gradient of `loss` to that of the objective."""
+    """Returns x; the backward pass adds the gradient of `loss` to the objective's gradient."""
     return x
 
 
@@ -277,7 +277,7 @@ def _on_device(
     experts = config.experts
     assert experts is not None
     floats = [n for n in weights if n not in _ROUTING and f"{n}_scale" not in weights]
-    if layout.spread:  # in the type of the products: in bfloat16 this takes half of the bytes
+    if layout.spread:  # gathered in the type of the products: bfloat16 takes half of the bytes
         weights = {n: w.astype(x_BTD.dtype) if n in floats else w for n, w in weights.items()}
     # Weights are gathered inside shard_map, so that each device sums the gradient of its own part only.
     whole: dict[str, Array] = {name: _gathered(w, layout.cuts.get(name, Spec())) for name, w in weights.items()}
@@ -444,7 +444,7 @@ def _shared(x_BTD: Array, layer: PyTree, config: ModelConfig) -> Array:
 
 
 def _gathered(x: Array, cut: Spec) -> Array:
-    """Gathers a weight over the axes that cut its model dimension (those of "embed")."""
+    """Gathers a weight over the axes that cut its model dimension (the mesh axes of "embed")."""
     model_axes = rules.DEFAULT_RULES["embed"]
     for dim, entry in enumerate(cut):
         axes = (entry,) if isinstance(entry, str) else entry or ()

@@ -51,7 +51,7 @@ def prefix_attention(
     """Computes `podrl.models.attention.attention` with shared tokens on one device, forward and backward, in kernels.
 
     Online softmax over key blocks (arXiv 2205.14135). The backward pass recomputes the weights from the scores and
-    their logsumexp, once for the gradient of the queries and once for that of keys and values (arXiv 2307.08691,
+    their logsumexp, once for the gradient of queries and once for the gradients of keys and values (arXiv 2307.08691,
     section 3.1).
 
     Args:

@@ -61,7 +61,7 @@ class Pieces:
 
     @staticmethod
     def one_each(length_B: Int[np.ndarray, " B"]) -> "Pieces":
-        """Makes one sequence of each sample, whose lengths are `length_B`."""
+        """Makes one sequence of each sample; `length_B` are the lengths of the samples."""
         return Pieces(len(length_B), np.arange(len(length_B)), np.zeros(len(length_B), np.int64), length_B)
 
     @staticmethod
@@ -367,7 +367,7 @@ def place_samples(rollouts: Rollouts, chosen_n: Int[np.ndarray, " n"], shape: Pa
 
 
 def _prefixes(rollouts: Rollouts, chosen_n: Int[np.ndarray, " n"], pieces: Pieces) -> SharedPrefixes:
-    """Returns the prompts that the first pieces of samples share; other pieces share nothing."""
+    """Returns the prompts that the first pieces of samples share; later pieces share nothing."""
     prefixes = SharedPrefixes.of_prompts(rollouts.prompts.length_P, rollouts.group_B)
     prefixes = prefixes.chosen(np.asarray(chosen_n)[pieces.sample_B])
     return SharedPrefixes(prefixes.group_B, np.where(pieces.begin_B == 0, prefixes.length_B, 0))

@@ -97,7 +97,7 @@ def make_update(
     The random numbers of a forward pass depend only on (seed, step, micro-batch), so a resumed run draws the numbers
     that it would have drawn without the interruption.
 
-    Metrics (float32 scalars): those of the objective, `{prefix}/grad_norm` (before clipping), `{prefix}/lr` if the
+    Metrics (float32 scalars): the objective's metrics, `{prefix}/grad_norm` (before clipping), `{prefix}/lr` if the
     optimizer's schedule is known, and `{prefix}/nonfinite`.
 
     Args:
@@ -316,7 +316,7 @@ def make_token_weight_fn(
 
 
 def _read_by_hosts(program: Callable, mesh: Mesh) -> Callable:
-    """Compiles a program whose results any host of the mesh can read whole."""
+    """Compiles a program so that every host of the mesh can read all of its results."""
     return jax.jit(program, out_shardings=rules.replicated(mesh)) if mesh.is_multi_process else jax.jit(program)
 
 

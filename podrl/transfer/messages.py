@@ -1,6 +1,6 @@
 """Plans which boxes each collective between two meshes moves, and compiles the programs before and after it.
 
-A leaf crosses in rounds: in each round a device sends at most one box and receives at most one. The boxes of several
+A leaf crosses in rounds: in each round a device sends and receives at most one box. The boxes of several
 leaves whose rounds have the same links share a message. The links between hosts are the bottleneck, so no value crosses
 them twice: a leaf that the target mesh replicates arrives cut further over the axes that replicate it, and is then
 spread inside the target mesh.

@@ -26,7 +26,7 @@ Sums = UInt32[Array, "W l"]
 
 
 class WeightMismatchError(RuntimeError):
-    """Weights on the rollout mesh differ from those published; no rollout may use them."""
+    """Weights on the rollout mesh differ from the published weights; no rollout may use them."""
 
 
 class ExpectedLeaves:

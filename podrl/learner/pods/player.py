@@ -56,7 +56,8 @@ class HostPlayer:
           pod: the job's processes.
           lease_client: the leases as this host knows them.
           mode: the clock of the samples, 'wall', 'windows' or 'whole' (podrl.rollout.group_player.Mode).
-          weights_of: function that returns a policy with its version's weights, moved again if the mesh holds others.
+          weights_of: function that returns a policy with its version's weights, moved again if the mesh holds another
+            version.
           offer: function that serves a part of a batch, or the error that says why there is none.
           offer_state: function of (step, key, message) that offers a state which the checkpoint after the step holds.
           on_takeover: function called before this host begins groups of a lost host.

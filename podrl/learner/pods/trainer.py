@@ -161,7 +161,7 @@ class RemoteRollouts:
             return next(self._stream)
 
     def evaluate(self, policy: Policy, step: int) -> tuple[dict[str, float], list[LogRecord]] | None:
-        """Makes other hosts evaluate, and joins their scores on the leader; raises what `evaluated` raises."""
+        """Makes other hosts evaluate, and joins their scores on the leader; raises the errors of `evaluated`."""
         self.begin_evaluation(policy, step)
         result = self.evaluated(wait=True)
         return result and result[1:]
@@ -189,7 +189,7 @@ class RemoteRollouts:
 
         Args:
           step: step that trains on the batch.
-          everything: True fetches all rows and texts, False only those that this host needs.
+          everything: True fetches all rows and texts, False only the rows and texts that this host needs.
 
         Raises:
           BatchError: a reward function or too many samples failed on a rollout host, or a service that a reward
