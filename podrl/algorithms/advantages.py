@@ -1,4 +1,4 @@
-"""Advantage estimators for outcome rewards: each one's baseline and scale.
+"""Advantage estimators for outcome rewards: how each sets the baseline and the scale.
 
 Every function takes numpy arrays or jax arrays and returns arrays of the same library and precision; integer rewards
 become float32. Groups may be incomplete, of different sizes, and in any order.
@@ -41,7 +41,7 @@ def by_group(estimate: Callable[..., Groups], group_B: GroupIndex, *values_B: Fl
     """
     size = values_B[0].shape[0]
     if len(group_B) != size:
-        raise ValueError(f"{size} rewards do not fit the groups of {len(group_B)} samples: there must be as many.")
+        raise ValueError(f"{size} rewards do not fit the groups of {len(group_B)} samples: each needs one reward.")
     xp = namespace(values_B[0])
     if not xp.issubdtype(values_B[0].dtype, xp.floating):
         values_B = (values_B[0].astype(xp.float32), *values_B[1:])
@@ -91,7 +91,8 @@ def group_relative(
         "batch" by the standard deviation of all rewards + eps.
 
     Returns:
-      Advantages: mean 0 in every group but the groups of one under "raw"; unitless, in reward units under "none".
+      Advantages, with mean 0 in every group except groups of one under "raw"; unitless, but in reward units under
+      "none".
 
     Raises:
       ValueError: unknown `scale`, `ddof` or `singleton`.
@@ -128,7 +129,7 @@ def maxrl(
       eps: smallest divisor; a group of equal rewards gives exactly 0.
 
     Returns:
-      Advantages, unitless, mean 0 in every group but the groups of one under "raw", whose advantage is the reward.
+      Advantages, unitless, with mean 0 in every group; in a group of one under "raw", the reward.
 
     Raises:
       BatchError: a numpy reward is negative. The mean is then no success rate, and can be 0 although rewards differ.
@@ -164,7 +165,7 @@ def leave_one_out(
       eps: number added to the standard deviation.
 
     Returns:
-      Advantages, in reward units under "none"; under "std" unitless where they were divided.
+      Advantages in reward units; under "std" the advantages that were divided are unitless.
     """
 
     def estimate(reward_PG: Groups) -> Groups:
@@ -247,7 +248,7 @@ def pass_at_k(
 ) -> Float[Array, " B"]:
     """Credits the best sample of a group with its lead over the second best (pass@k with k = G, arXiv 2503.19595).
 
-    The advantage of all other samples is 0. If two samples share the best reward, it is 0 for these two as well.
+    The advantage of all other samples is 0. If two samples share the best reward, their advantages are 0 as well.
 
     Args:
       group_B: number of each sample's group; every group has at least 2 samples.

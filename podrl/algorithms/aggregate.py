@@ -1,8 +1,8 @@
-"""Aggregation modes: reduce per-token losses to one number, kept as a numerator and a denominator that both add up.
+"""Aggregation modes: reduce per-token losses to a numerator and a denominator, which both add up over micro-batches.
 
 In the table, l is the value of a loss token, n the number of loss tokens in its sequence, N the number of sequences
-that have at least one loss token, and L a fixed length. Both sums in the first line are over the batch: over all its
-loss tokens, and over its sequences.
+that have at least one loss token, and L a fixed length. sum(l) runs over all loss tokens of the batch, sum(n) over its
+sequences.
 
 =========================  ===============  ==========================
 mode                       value            source
@@ -11,7 +11,7 @@ token-mean                 sum(l) / sum(n)  DAPO, arXiv 2503.14476
 sequence-mean-token-mean   sum(l / n) / N   GRPO, arXiv 2402.03300
 sequence-mean-token-sum    sum(l) / N       REINFORCE over sequences
 sequence-mean-token-scale  sum(l) / (L N)   Dr. GRPO, arXiv 2503.20783
-token-sum-scale            sum(l) / L       the same without the mean
+token-sum-scale            sum(l) / L       Dr. GRPO without the mean
 =========================  ===============  ==========================
 
 `DIALECTS` has the names that other frameworks use for these modes.
@@ -33,8 +33,9 @@ MODES = (
 )
 SCALED_MODES = ("sequence-mean-token-scale", "token-sum-scale")
 
-# The meaning of other frameworks' names, read off their sources: verl's `agg_loss` (one name changed its meaning after
-# January 2026), TRL's `loss_type`, Tunix's `loss_agg_mode`. A preset that reproduces a framework understands its names.
+# The meanings of other frameworks' names, taken from their source code: verl's `agg_loss` (one name changed its meaning
+# after January 2026), TRL's `loss_type`, Tunix's `loss_agg_mode`. A preset that reproduces a framework understands its
+# names.
 _VERL = {
     "seq-mean-token-mean": "sequence-mean-token-mean",
     "seq-mean-token-sum": "sequence-mean-token-sum",
@@ -129,7 +130,7 @@ def token_mean(value_BT: Float[Array, "B T"], mask_BT: Mask) -> Ratio:
 
 
 def divisor(mask_BT: Float[np.ndarray, "B T"], mode: str) -> float:
-    """Returns the number by which a mode divides the batch's sum: of loss tokens, of sequences that have any, or 1.
+    """Returns the divisor of the batch's sum: the number of loss tokens, of sequences with loss tokens, or 1.
 
     The divisor is 1 in a batch without a loss token, because an update then divides by 1.
 

@@ -116,7 +116,7 @@ def binary_divergence(logprob_BT: Float[Array, "B T"], other_logprob_BT: Float[A
 def stale_weight(age_BT: Float[Array, "B T"], mask_BT: Mask, bound: int) -> Float[Array, "B T"]:
     """Computes the factor that takes old tokens out of the policy loss: 0 if the age is above `bound`, else 1.
 
-    The factor is 1 on masked tokens. Aggregation still divides by all loss tokens, including those left out.
+    The factor is 1 on masked tokens. Aggregation still divides by all loss tokens, including the tokens left out.
 
     Args:
       age_BT: age of the token: the number of updates between the weights that sampled it and the trained weights.

@@ -1,7 +1,7 @@
 """On-policy distillation: the policy learns to match a teacher's distribution on the tokens that the policy samples.
 
-After "On-policy distillation of language models" (arXiv 2306.13649), with the reverse KL, KL(policy || teacher), of the
-distribution that each sampled token was drawn from. There are two ways to compute the KL:
+The method is that of "On-policy distillation of language models" (arXiv 2306.13649), with the reverse KL,
+KL(policy || teacher), of the distribution that each sampled token was drawn from. There are two ways to compute the KL:
 
 - An estimate on the sampled token alone, as in the report of Thinking Machines of October 2025. Its gradient is the
   policy gradient with the advantage log teacher - log policy of each token, undiscounted.
@@ -42,7 +42,7 @@ class Distillation:
     Attributes:
       coef: weight of the reverse KL, in advantage per nat ("sampled") or loss per nat ("top_k", "full"); one number, or
         an array (B, 1) with one number per sample.
-      reward_coef: weight of the rewards' advantage, a number or an array (B, 1); 0 for no rewards.
+      reward_coef: weight of the advantage from rewards, a number or an array (B, 1); 0 for no rewards.
       kl: set of ids that a token's KL is computed over: the sampled id, the policy's likeliest ids, or the vocabulary.
       top_k: number of likeliest ids under "top_k".
       teacher: name of the model that teaches, see `Teacher`.
@@ -62,7 +62,7 @@ class Distillation:
     def rewards(
         self, advantage_BT: Float[np.ndarray, "B T"], mask_BT: Float[np.ndarray, "B T"]
     ) -> Float[np.ndarray, "B T"]:
-        """Returns the rewards' advantages times `reward_coef`; 0 on tokens that were not sampled."""
+        """Returns the advantages from rewards times `reward_coef`; 0 on tokens that were not sampled."""
         return self.reward_coef * np.where(mask_BT > 0, advantage_BT, 0.0)
 
     def advantages(
@@ -142,7 +142,7 @@ class TaughtRows(ExtraTermRows):
 
 @flax.struct.dataclass
 class TopKRows(TaughtRows):
-    """Packed rows of an update with the teacher's KL over K ids, the likeliest ones before the update.
+    """Packed rows of an update with the teacher's KL over the K likeliest ids.
 
     Attributes:
       id_BTK: the K likeliest ids at each token's position, under the policy before the update.

@@ -17,11 +17,11 @@ class PairLoss(NamedTuple):
 
     Attributes:
       loss_P: loss of each pair, nats.
-      margin_P: preference of the policy for the chosen answer. In DPO: the implicit reward (beta times nats) of the
-        chosen answer minus that of the rejected answer. In ORPO: the log of the ratio of their odds.
+      margin_P: preference of the policy for the chosen answer. In DPO: the difference between the
+        implicit rewards (beta times nats) of the chosen and the rejected answer. In ORPO: the log of their odds ratio.
       weight_P2: minus the derivative of each loss with respect to the answers' log-probabilities. The gradient of the
-        loss therefore equals that of -weight x logprob with a constant weight: a policy gradient in which the weights
-        are the advantages.
+        loss therefore equals the gradient of -weight x logprob with a constant weight: a policy gradient in which the
+        weights are the advantages.
     """
 
     loss_P: Float[Array, " P"]

@@ -48,8 +48,8 @@ def observed(
 def with_observations(loss: PolicyLossFn):
     """Adds to a policy loss the weighted cross-entropy of observed tokens, divided by their number.
 
-    The returned function reads ObservedRows. It adds the metric echo/nll: the mean of -log p over observed tokens, in
-    nats, not weighted.
+    The returned function reads ObservedRows. It adds the metric echo/nll: the unweighted mean of -log p over observed
+    tokens, in nats.
     """
 
     def joined(

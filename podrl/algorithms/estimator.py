@@ -25,7 +25,7 @@ KINDS = {
     "maxrl": "(R - mean of the group) / max(mean of the group, {advantage_eps:g})",
     "gae": "generalised advantage over sampled tokens (gamma {gamma:g}, lambda {gae_lambda:g})",
 }
-# Kinds that compare a sample with its group; in a group of one sample the setting `singleton` decides.
+# Kinds that compare a sample with its group; `singleton` sets the advantage in a group of one sample.
 _OF_A_GROUP = ("grpo", "rloo", "rloo_std", "reinforce_plus_plus_baseline", "opo", "gpg", "maxrl")
 ALIASES = {"group_relative": "grpo", "leave_one_out": "rloo", "grpo_passk": "pass_at_k"}
 

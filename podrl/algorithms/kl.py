@@ -62,7 +62,7 @@ def kl_divergence(
     """Estimates KL(policy || reference) per token, in nats.
 
     `FORMULAS` has the formulas. The values of k1 and k3 are unbiased. On-policy, however, the gradient of k1 is zero in
-    expectation, and the gradient of k3 is that of the other direction, KL(reference || policy). k2 has the right
+    expectation, and the gradient of k3 belongs to the other direction, KL(reference || policy). k2 has the right
     gradient. `k1+` and `k3+` have the value of k1 and k3 with the gradient of k2, because x - stop_gradient(x) is zero
     but has the gradient of x.
 
@@ -108,7 +108,7 @@ def penalized_reward(
 ) -> Float[Array, "B T"]:
     """Subtracts the KL penalty from token rewards: the KL is in the reward (PPO), not in the loss (GRPO).
 
-    numpy or jax arrays; the result is an array of the same library.
+    The arrays are all numpy or all jax arrays, and so is the result.
 
     Args:
       reward_BT: token rewards; an outcome reward lies on the last sampled token.
@@ -157,7 +157,7 @@ class AdaptiveKL:
     The controller has no state: the caller keeps the coefficient and saves it in checkpoints.
 
     Attributes:
-      target: KL to steer to, in the unit of the argument `kl` of `update` (nats per token or per sample).
+      target: wanted KL, in the unit of the argument `kl` of `update` (nats per token or per sample).
       horizon: number of samples over which the coefficient changes by at most a fifth.
     """
 

@@ -13,7 +13,7 @@ class KTOLoss(NamedTuple):
     Attributes:
       loss_B: loss of each answer, unitless, between 0 and the weight of its label.
       weight_B: minus the derivative of each loss with respect to the answer's log-probability. The gradient of the loss
-        therefore equals that of -weight x logprob with a constant weight.
+        therefore equals the gradient of -weight x logprob with a constant weight.
       kl: reference point z, nats.
     """
 
@@ -33,10 +33,10 @@ def kto(
 ) -> KTOLoss:
     """Computes KTO's loss and weights (arXiv 2402.01306, eq. 8).
 
-    With r = log(p / p_ref) of the answer, the loss of a desirable answer is w (1 - sigmoid(beta (r - z))), and that of
-    an undesirable answer is w (1 - sigmoid(beta (z - r))). The reference point z estimates KL(policy || reference) and
-    has no gradient: it is the mean of r over the batch's prompts, each followed by the answer of another prompt, but at
-    least 0.
+    With r = log(p / p_ref) of the answer, the loss of a desirable answer is w (1 - sigmoid(beta (r - z))), and the loss
+    of an undesirable answer is w (1 - sigmoid(beta (z - r))). The reference point z estimates KL(policy || reference)
+    and has no gradient: it is the mean of r over the batch's prompts, each followed by the answer of another prompt,
+    but at least 0.
 
     Args:
       logratio_B: log(p / p_ref) of each whole answer, nats.

@@ -68,8 +68,8 @@ def mismatch_by_age(
       oldest: largest age.
 
     Returns:
-      `sampler/abs_diff_stale_AGE` for the ages 0 to `oldest`, nats; divided by the number of all loss tokens, so
-      `divided` has yet to divide it by the share of the age.
+      `sampler/abs_diff_stale_AGE` for the ages 0 to `oldest`, nats; sums over the tokens of the age, divided by the
+      number of all loss tokens. `divided` then divides them by the share of the age.
     """
     d_BT = jnp.clip(log_weight(logprob_BT, sampler_logprob_BT, mask_BT), -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     diff_BT = jnp.abs(d_BT)
@@ -96,8 +96,8 @@ def ratios_by_age(
       oldest: largest age.
 
     Returns:
-      `rollout/share_stale_AGE`, and the parts of the tokens of this age in the means `actor/ratio_stale_AGE` and
-      `actor/pg_clipfrac_stale_AGE`: `divided` has yet to divide these two by the share.
+      `rollout/share_stale_AGE`, the share of each age; and `actor/ratio_stale_AGE` and `actor/pg_clipfrac_stale_AGE`,
+      the parts of the two means over all loss tokens that come from this age: `divided` divides them by the share.
     """
     found: dict[str, Ratio] = {}
     for age in range(oldest + 1):
@@ -115,7 +115,8 @@ def divided(mean: Mapping[str, float]) -> dict[str, float]:
     """Turns metrics by age into means over the tokens of that age, and leaves out ages that no token has.
 
     Args:
-      mean: means over all loss tokens by metric name; a metric by age holds what its tokens add to such a mean.
+      mean: means over all loss tokens by metric name; a metric by age holds the part of the mean from tokens of this
+        age.
     """
     found = {}
     for name, value in mean.items():

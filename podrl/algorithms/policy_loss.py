@@ -127,7 +127,7 @@ class LossSettings:
       loss_agg_scale: fixed length of the two scale modes, tokens; None takes rollout.max_tokens_to_generate of the run.
       length_eps: number added to sequence lengths; 1e-8 is verl's arithmetic.
       sampler_correction: none, tis, sequence_tis, sequence_mask, icepop, kpop or geometric_mask
-        (`podrl.algorithms.corrections`); auto for tis where samples may be older than the trained weights, else none.
+        (`podrl.algorithms.corrections`); auto is tis if samples may be older than the trained weights, else none.
       correction_low: lower bound of the sampler correction; None for its usual value.
       correction_high: upper bound of the sampler correction; None for its usual value.
     """
@@ -301,7 +301,7 @@ class PolicyLoss:
         length_BT=, segment_BT=) -> loss_BT. None otherwise.
       oldest: largest age of a token, in updates. From 2 on, rows have ages, and there are metrics for each age.
       stale_bound: largest age of a token that counts in the policy loss, in updates; None for no bound.
-      others: losses of tokens that do not use the surrogate: a token has the loss `others[n - 1]` if `loss_BT` of the
+      others: losses of tokens with other surrogates: a token has the surrogate of `others[n - 1]` if `loss_BT` of the
         rows is n > 0. Correction, KL, entropy and aggregation follow `settings` for all tokens.
     """
 
@@ -357,7 +357,7 @@ class PolicyLoss:
         return self.settings.loss_kl.coef > 0
 
     def divisor(self, mask_BT: Float[np.ndarray, "B T"]) -> float:
-        """Returns the number by which the loss of one update is divided: of loss tokens, of sequences, or 1.
+        """Returns the divisor of one update's loss: the number of loss tokens, the number of sequences, or 1.
 
         Args:
           mask_BT: 1 on loss tokens of the update's samples, one sample per row.
@@ -463,9 +463,9 @@ class PolicyLoss:
 
         Returns:
           The loss; and the metrics actor/{pg_loss, pg_clipfrac, pg_clipfrac_lower, approx_kl, kl, entropy, ratio},
-          sampler/{weight, kept} and those of `podrl.algorithms.mismatch`, which have no gradient. All are means over
-          loss tokens, except pg_loss, which is aggregated as the loss is. `mismatch.divided` and `mismatch.derived`
-          finish the metrics by age and the moments.
+          sampler/{weight, kept} and the metrics of `podrl.algorithms.mismatch`, all without gradient. All are means
+          over loss tokens, except pg_loss, which is aggregated as the loss is. `mismatch.divided` and
+          `mismatch.derived` finish the metrics by age and the moments.
         """
         rows, mask_BT = rows.clean(), rows.mask_BT
         logprob_BT, entropy_BT = masked(logprob_BT, mask_BT), masked(entropy_BT, mask_BT)
@@ -511,8 +511,9 @@ class PolicyLoss:
         """Computes the weight of each token's log-probability in the policy gradient, and marks clipped tokens.
 
         The weight is minus the derivative of the sum of policy-gradient losses with respect to the token's
-        log-probability. At a ratio of 1 it is the advantage, unless the token is corrected or cut; where the clip took
-        the gradient away it is 0. KL, entropy and aggregation (division by lengths and numbers of tokens) are left out.
+        log-probability. At a ratio of 1 the weight is the advantage, unless the token is corrected or cut. It is 0
+        where the clip took the gradient away. KL, entropy and aggregation (division by lengths and numbers of tokens)
+        are left out.
 
         Args:
           logprob_BT: log-probabilities under the policy being trained, nats.
@@ -566,7 +567,7 @@ class PolicyLoss:
         return surrogate, surrogate.loss_BT * self._pool(weight_BT, *where)
 
     def distances(self, logprob_BT: Float[Array, "B T"], rows: PolicyRows) -> dict[str, Ratio]:
-        """Compares the sampler's log-probabilities with those of a policy, and for each age if the rows have ages.
+        """Measures how far a policy's log-probabilities are from the sampler's, also for each age if rows have ages.
 
         Args:
           logprob_BT: log-probabilities under the policy, nats.

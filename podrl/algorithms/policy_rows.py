@@ -30,8 +30,8 @@ class PolicyRows:
       kl_scale: factor on the loss's `beta`, for adaptive control. It is an argument of the compiled program, so a new
         value compiles nothing.
       weight_BT: factor on the token's loss; None if all tokens weigh the same.
-      loss_BT: number of the token's surrogate: 0 for the loss's own, n for `PolicyLoss.others[n - 1]`; None if the loss
-        has one surrogate.
+      loss_BT: number of the token's surrogate: 0 for the loss's own surrogate, n for `PolicyLoss.others[n - 1]`; None
+        if the loss has one surrogate.
       age_BT: number of updates between the weights that sampled the token and the weights of the step; None unless
         `PolicyLoss.reads` names `age_BT`.
     """

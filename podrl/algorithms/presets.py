@@ -26,7 +26,7 @@ class Preset:
         framework.
       learner: settings of the training loop: the KL in the reward (`kl_in_reward` and `kl_reward_mode`; `beta` and
         `kl_method` in PPO); `dynamic_sampling` (replaces groups of equal rewards); `overlong_shaping` (a penalty on the
-        last tokens before the limit); `overlong_filter` (takes cut-off samples out of the loss); `old_logprob` (the
+        last tokens before the limit); `overlong_filter` (leaves cut-off samples out of the loss); `old_logprob` (the
         policy that the ratio starts from); `teacher_coef` and `reward_coef` (weights of the two parts of the
         advantage).
     """
@@ -56,7 +56,7 @@ class Preset:
         return PolicyLoss(KLLossSettings(**fields))
 
     def mode(self, name: str, *, key: str = "grpo.loss_agg_mode") -> str:
-        """Translates the preset's framework's name of an aggregation mode into podrl's name.
+        """Translates a name that the preset's framework has for an aggregation mode into podrl's name.
 
         Raises:
           ValueError: unknown or ambiguous name; the message names the config key `key`.

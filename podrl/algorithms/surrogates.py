@@ -54,7 +54,7 @@ def token_ratio(logprob_BT: Float[Array, "B T"], old_logprob_BT: Float[Array, "B
 def of_token_losses(
     loss_BT: Float[Array, "B T"], logprob_BT: Float[Array, "B T"], old_logprob_BT: Float[Array, "B T"]
 ) -> Surrogate:
-    """Makes a Surrogate of token losses from a user's function; no token counts as clipped."""
+    """Makes a Surrogate from the token losses of a user's function; no token counts as clipped."""
     never_BT = jnp.zeros(loss_BT.shape, bool)
     return Surrogate(loss_BT, never_BT, never_BT, token_ratio(logprob_BT, old_logprob_BT))
 
@@ -194,8 +194,7 @@ def gmpo(
     sequences.
 
     Args:
-      advantage_BT: advantages. The paper has one advantage per sequence; the mean over the sequence is used as this
-        advantage.
+      advantage_BT: advantages. The paper has one advantage per sequence; here it is the mean over the sequence.
       epsilon_low: distance of the lower bound of log r from 0, nats (0.4 in the paper).
       epsilon_high: distance of the upper bound of log r from 0, nats (0.4 in the paper).
       eps: number added to lengths; 1e-8 is verl's arithmetic.
@@ -223,7 +222,7 @@ def dppo(
 
     DPPO's binary total variation (arXiv 2602.04879), with the penalty that prime-rl adds. A clip of the ratio stops
     rare tokens after a small change of probability and frequent tokens almost never; a bound on the change of
-    probability treats both alike. The penalty is on every token, so it draws tokens without -r A back.
+    probability treats both alike. The penalty is on every token, so it also draws back tokens that have lost -r A.
 
     Args:
       epsilon_low: largest fall of the probability, from exp(old_logprob) to exp(logprob), at which a token with A < 0
@@ -361,7 +360,7 @@ def kl_cov(
 ) -> Surrogate:
     """Computes -r A, plus coef abs(log r) on the tokens of largest covariance (KL-Cov, arXiv 2505.22617).
 
-    The covariance is that of advantage and logprob, see `token_covariance`.
+    `token_covariance` computes the covariance, of advantage and logprob.
 
     Args:
       fraction: share of the loss tokens of this call to penalise, at least one token.

@@ -38,7 +38,8 @@ def value_loss(
 ) -> tuple[Ratio, dict[str, Ratio]]:
     """Aggregates max((v - R)^2, (clip(v, v_old - clip_range, v_old + clip_range) - R)^2) / 2.
 
-    PPO's clipped value loss as in TRL and verl; v is the value, v_old the value before the update, R the return.
+    This is PPO's clipped value loss as in TRL and verl; v is the value, v_old the value before the update, R the
+    return.
 
     Args:
       value_BT: the critic's values, reward units; differentiated.

@@ -58,7 +58,7 @@ class RewardKL(_Coefficient):
         ref_logprob_BT: Float[np.ndarray, "B T"],
         mask_BT: Float[np.ndarray, "B T"],
     ) -> tuple[Float[np.ndarray, "B T"], dict[str, float]]:
-        """Subtracts the penalty from token rewards, with reward/{kl, kl_coef}; adapts the next step's coefficient."""
+        """Returns token rewards less the penalty, and metrics reward/{kl, kl_coef}; adapts the next coefficient."""
         arrays: Any = (logprob_BT, ref_logprob_BT, mask_BT)
         kl_BT: Any = kl.sampled_kl(*arrays, mode=self._mode, clamp=self._clamp)
         mean = float(kl_BT.sum() / max(float((mask_BT > 0).sum()), 1.0))
@@ -147,7 +147,7 @@ class MismatchGate:
             if name in metrics
         )
         return (
-            f"That is step {self._above} in a row, so the run stops before it learns from another policy than the one "
-            f"it trains ({numbers}). Likely causes: {'; '.join(causes)}. "
+            f"That is step {self._above} in a row, so the run stops: the samples come from another policy than the one "
+            f"that is trained ({numbers}). Likely causes: {'; '.join(causes)}. "
             f"{self._section}.mismatch_bound=1000 turns this check off."
         )

@@ -67,7 +67,7 @@ class DistilledGRPO(GRPO):
         if self._teacher.teacher == "reference" and not (cluster.directories["reference"] or cluster.teachers):
             raise ValueError(
                 f"grpo.teacher_coef={self._teacher.coef:g} needs a teacher, and the cluster has none: give "
-                "model.reference (reference=, of RLCluster), or set grpo.teacher_coef=0."
+                "model.reference (in Python, reference= of RLCluster), or set grpo.teacher_coef=0."
             )
         self._rate, self._hint_tokens = config.teacher_rate, config.teacher_hint_tokens
         if self._teacher.teacher == "ema":
@@ -98,9 +98,9 @@ class DistilledGRPO(GRPO):
             return super().score(step, experience)
         if self._teacher.kl == "full":
             raise ValueError(
-                "grpo.teacher_kl='full' compares policy and teacher behind the same prompt, and prompts of step "
-                f"{step} have another for the teacher (`{TEACHER_PROMPT}`): set grpo.teacher_kl='top_k' or 'sampled', "
-                "or leave data.hint out."
+                f"grpo.teacher_kl='full' compares policy and teacher behind the same prompt, but in step {step} the "
+                f"teacher has prompts of its own (`{TEACHER_PROMPT}`): set grpo.teacher_kl='top_k' or 'sampled', or "
+                "leave data.hint out."
             )
         if self._exact:
             return self._score_ids(step, experience, readings[0].view.rollouts)
@@ -166,8 +166,8 @@ class DistilledGRPO(GRPO):
         if TEACHER_PROMPT not in rollouts.prompts.fields:
             raise ValueError(
                 f"The teacher {teacher.name} has another tokenizer than the policy, and prompts lack the field "
-                f"`{TEACHER_PROMPT}` with the ids that it reads: name it in model.teachers of a configuration, which "
-                "makes them, or give a teacher with the policy's tokenizer."
+                f"`{TEACHER_PROMPT}` with the ids that the teacher reads: name the teacher in model.teachers of a "
+                "configuration, which adds the field, or give a teacher with the policy's tokenizer."
             )
         longest = self.cluster.config.longest + self._hint_tokens
         return TranslatedBatch.of(rollouts, self.cluster.tokenizer, teacher.tokenizer, longest=longest, of_B=of_B)
@@ -180,9 +180,10 @@ class DistilledGRPO(GRPO):
         return reading.view.back(placement.unpack(found, read.tokens_BT.shape[1]), chosen, rollouts)
 
     def _score_ids(self, step: int, experience: Experience, read: Rollouts) -> IdScores:
-        """Scores the policy's likeliest ids in place of each sampled token, as the teacher reads the samples (`read`).
+        """Finds the policy's likeliest ids at each sampled token, and scores these ids with the teacher.
 
-        The policy's packing and the teacher's put a sampled token at different places; its number is the same in both.
+        `read` are the samples as the teacher reads them. The policy's packing and the teacher's packing put a sampled
+        token at different places; its number is the same in both.
         """
         actor, rollouts = self.cluster.actor, experience.rollouts
         number_BT, their_number_BT = _numbered(rollouts.mask_BT), _numbered(read.mask_BT)
@@ -204,7 +205,7 @@ class DistilledGRPO(GRPO):
         return IdScores(rollouts.logprob_BT, number_BT, id_XK, theirs_XK)
 
     def needed(self, step: int, experience: Experience) -> np.ndarray:
-        """Lists the samples whose rows lie on this process's devices, in the policy's packing or in a teacher's."""
+        """Lists the samples whose rows lie on this process's devices, in the packing of the policy or of a teacher."""
         own, teachers = super().needed(step, experience), self.cluster.teachers
         if any(teacher.tokenizer is not None for teacher in teachers):
             # Which sample lies in which row depends on the lengths in the teacher's tokens, and these follow only from
@@ -232,7 +233,7 @@ class DistilledGRPO(GRPO):
         return metrics
 
     def advantages(self, experience: Experience, scores: Scores, rewards: np.ndarray) -> tuple[np.ndarray, Metrics]:
-        """Computes every sampled token's advantage: the rewards' part, and the teacher's unless it is in the loss."""
+        """Computes every sampled token's advantage from rewards, and from the teacher unless its KL is in the loss."""
         mask_BT, teacher = experience.rollouts.mask_BT, self._of(experience)
         by_reward_BT = np.zeros_like(mask_BT)
         if np.any(teacher.reward_coef):
@@ -265,7 +266,7 @@ class DistilledGRPO(GRPO):
         return own_BT + (share_B1 - factor) * theirs_BT, np.where(np.asarray(weight) > 0, weight, share_B1 * coef)
 
     def _placed(self, rows: Any, update: Update) -> Batch[Any]:
-        """Puts rows on the mesh; with an exact divergence, also its weights and, for 'top_k', the teacher's numbers."""
+        """Puts rows on the mesh; adds the weights of an exact divergence and, for 'top_k', the teacher's scores."""
         batch = super()._placed(self._taught(rows, update) if self._exact else rows, update)
         if self._teacher.kl != "top_k":
             return batch
@@ -280,16 +281,17 @@ class DistilledGRPO(GRPO):
         return Batch(rows, batch.micro_batches)
 
     def _taught(self, rows: Any, update: Update) -> TaughtRows:
-        """Adds the weight of each token's divergence to rows: `teacher_coef` of its source, as a mean over tokens."""
+        """Adds the weight of each token's divergence, `teacher_coef` of its source, for a mean over tokens."""
         coef, teachable_BT = self._sources.of("teacher_coef", update.experience), self._teachable(update.experience)
         weight_BT = (coef * teachable_BT)[update.chosen]
         scale = self._loss.divisor(update.mask_BT) / max(float((weight_BT > 0).sum()), 1.0)
         return TaughtRows(rows, update.placement.scatter(weight_BT), scale)
 
     def _teachable(self, experience: Experience) -> np.ndarray:
-        """Leaves out samples without a hint where the policy teaches itself by an exact divergence.
+        """Marks the tokens that a teacher may teach, without samples that an exact divergence cannot teach.
 
-        Without a hint teacher and policy read the same prompt, so the term would only slow the policy down.
+        If the policy teaches itself, these are the samples without a hint: teacher and policy read the same prompt, so
+        the divergence would only slow the policy down.
         """
         counted_BT, prompts = super()._teachable(experience), experience.rollouts.prompts
         if not self._exact or self._teacher.teacher == "reference":
@@ -299,8 +301,10 @@ class DistilledGRPO(GRPO):
         return np.where(hinted_P[experience.rollouts.group_B][:, None], counted_BT, np.float32(0))
 
     def _hint_metrics(self, experience: Experience) -> Mapping[str, float]:
-        """Computes, of the tokens with a teacher's weight, the share that has a hint, so that the policy can teach
-        itself."""
+        """Returns the share of the tokens with a teacher's weight whose samples have a hint, as opd/compared.
+
+        Returns no metric if the teacher is the reference, which needs no hint.
+        """
         if self._teacher.teacher == "reference":
             return {}
         has_weight = np.asarray(self._sources.of("teacher_coef", experience)) > 0

@@ -37,12 +37,12 @@ class SetConfig:
       problems: number of records used, from the first on; None takes eval.problems.
       samples: number of completions per record at `temperature`, for mean@k, pass@k and majority@k; None is
         eval.samples, 0 leaves only the greedy completion.
-      temperature: sampling temperature of these completions.
+      temperature: sampling temperature of the set's completions other than the greedy one.
       max_tokens_to_generate: largest number of tokens of a completion; None is rollout.max_tokens_to_generate, which is
         also the largest value.
       every: number n; the set is scored in every n-th evaluation. The first and the last evaluation score all sets.
       reward: reward functions of the set's records, in place of reward.fns. A resumed run must keep the functions that
-        its sources and sets name, because checkpoints have a row of rewards for each; all else of a set may change.
+        its sources and sets name, because checkpoints have a row of rewards for each; the rest of a set may change.
       env: environment of the set's records, one of env.others; '' for env.environment.
       split: beginning of the names of the files used if `path` is a directory, such as 'train'.
       template: form of the set's prompts, as in data.template; '' takes data.template.
@@ -158,7 +158,7 @@ def stop_texts(cluster: RLCluster) -> tuple[str, ...]:
 
 
 class Evaluator:
-    """Greedy and sampled scores of a policy on fixed prompts.
+    """Scores a policy on fixed prompts, with greedy and with sampled completions.
 
     Attributes:
       rewards: scores samples by the run's reward functions; None leaves rewards out.
@@ -188,11 +188,11 @@ class Evaluator:
           scorer: function that computes a completion's accuracies against the record's `answer`; None without answers.
           rewards: scores samples by reward functions; `learner.rewards_of` scores as that learner trains.
           sets: further prompts, opened from `config.sets`.
-          nth: function from a step to the number of the evaluation after it, from 0 on; 0 also for the last evaluation,
-            which has all sets.
-          groups: names of groups of held-out records, by the field `group`; each also has metrics eval/group_NAME/*.
-          sampled: sampling settings of the held-out prompts' completions; the greedy one has temperature 0 instead of
-            theirs. None for temperature 1 without filters. At temperature 0 there is only the greedy completion.
+          nth: function from a step to the number of the evaluation after this step, from 0 on; it returns 0 for the
+            last evaluation, too, so that all sets are scored.
+          groups: names of groups of held-out records, as in the field `group`; each has metrics eval/group_NAME/*.
+          sampled: sampling settings of the held-out prompts' completions; the greedy completion has temperature 0
+            instead. None is temperature 1 without filters. With temperature 0 there is only the greedy completion.
         """
         sampled = sampled or Sampling(max_new=cluster.config.rollout().max_tokens_to_generate)
         sampled = dataclasses.replace(sampled, stop_strings=stop_texts(cluster))

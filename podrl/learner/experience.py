@@ -232,9 +232,9 @@ def fill_rows(experience: Experience, chosen: Int[np.ndarray, " n"], message: Me
 
 
 def fill_prompts(experience: Experience, rows: Int[np.ndarray, " n"]) -> None:
-    """Copies prompt tokens from samples whose rows were received to the others of their groups, in place.
+    """Copies prompt tokens from samples whose rows were received to the other samples of their groups, in place.
 
-    Packing compares the prompt tokens of all samples of a group that share them. Some of these samples train on other
+    Packing checks that samples which share a prompt have the same prompt tokens. Some of these samples train on other
     hosts, so their rows are not sent to this host.
 
     Args:
@@ -367,7 +367,7 @@ def _lost(message: Message, mask_BT: np.ndarray) -> np.ndarray:
 
 
 def _write_pieces(rollouts: Rollouts, messages: Sequence[Message]) -> None:
-    """Numbers the pieces of samples from their first tokens; an old checkpoint without these has one piece each."""
+    """Numbers the pieces of samples, whose first tokens a message lists; old checkpoints have one piece per sample."""
     first = 0
     for message in messages:
         for b, t in message.value.get("pieces", ()):

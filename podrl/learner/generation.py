@@ -39,7 +39,7 @@ class GroupInFlight:
       player: samples of the batch on the engine.
       rewards: scores samples that have ended.
       scored_count: number of samples that have been passed to `rewards`.
-      model_reward_B: the reward model's score of each sample; None until all samples have ended, and without a model.
+      model_reward_B: the reward model's score of each sample; None until all samples have ended, or without a model.
       seconds: duration of the last window.
       worked: metrics of the engine's work in the last window.
     """
@@ -83,7 +83,7 @@ class Generator:
         settings: Any = config
         self._cluster, self._rewards, self._config = cluster, rewards, config
         self._group_size: int = settings.num_generations
-        # By the wall clock, groups without a signal leave the queue before a batch is made of it (WallClock).
+        # Under the wall clock, WallClock drops groups without a signal from the queue before it makes a batch.
         self._refills = config.dynamic_sampling and cluster.config.rollout().clock == "tokens"
         self._greedy = config.estimator().needs_greedy
         beside = self._greedy and able(cluster.config.rollout_engine, "greedy_members")
@@ -125,13 +125,13 @@ class Generator:
             ended = time.monotonic() if ended is None else ended
             self._spans.add(name, started, ended, lane="rollout", step=step + 1)
 
-    # In windows.
+    # Sampling in windows.
 
     def begin(self, prompts: Prompts, step: int, partial: PartialBatch | None = None) -> GroupInFlight:
         """Opens a batch that is sampled under several policies.
 
         Args:
-          prompts: prompts of `config.prompt_batches` batches; by the wall clock, the prompt of a group.
+          prompts: prompts of `config.prompt_batches` batches; under the wall clock, the prompt of one group.
           step: part of every sample's random key.
           partial: samples of the batch that another process began; None if there are none.
 
@@ -236,7 +236,7 @@ class Generator:
     def _join_samples(
         self, in_flight: Sequence[GroupInFlight], prompts: Prompts, seconds: float
     ) -> tuple[Rollouts, np.ndarray, float]:
-        """Joins requests, whose prompts are the first of `prompts`; returns the same as `_sample_and_score`."""
+        """Joins requests for the first prompts of `prompts`, in order; returns the same as `_sample_and_score`."""
         started = time.monotonic()
         try:
             parts = [self._cluster.rollout.rows(group.player, 0.0) for group in in_flight]
@@ -434,7 +434,7 @@ class Generator:
             batch.add(b, text, fields)
 
     def _score_by_model(self, group: GroupInFlight) -> None:
-        """Scores a batch whose samples have all ended with the reward model, on the thread that uses the rollout mesh.
+        """Runs the reward model on a batch whose samples have all ended, on the thread that uses the rollout mesh.
 
         Under the wall clock another thread puts the batch together while the engine goes on. If both threads launched
         programs on the same devices, the programs could wait for each other.

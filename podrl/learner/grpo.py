@@ -1,4 +1,4 @@
-"""GRPO and its family, whole: implements each line of the loop (podrl/learner/loop.py) for groups of samples.
+"""GRPO and its family: implements each line of the loop (podrl/learner/loop.py) for groups of samples.
 
 Rewards of a prompt's samples are compared with each other, which gives each sample's advantage; the policy is updated
 on packed mini-batches of samples, in one or several passes.
@@ -32,7 +32,7 @@ from podrl.types import Batch, Experience, Layout, PyTree
 class GRPO:
     """Implements podrl.learner.loop.Algorithm for GRPO and every other estimator that needs no critic.
 
-    PPO updates its policy by the same lines, on advantages of its own.
+    PPO updates its policy with the same code, on advantages of its own.
 
     Attributes:
       cluster: the actor and its reference.
@@ -71,8 +71,9 @@ class GRPO:
             log(f"Warning: {warning}")
         if cluster.actor.model.experts is not None and not cluster.config.rollout().router_replay:
             log(
-                "Warning: the model has experts, and the trainer chooses each token's anew, as rollout.router_replay "
-                "is off. Where it differs from the sampler, log-probabilities differ: watch sampler/abs_diff, and set "
+                "Warning: the model has experts, and the trainer chooses each token's experts anew, because "
+                "rollout.router_replay is off. If trainer and sampler choose different experts, log-probabilities "
+                "differ: watch sampler/abs_diff, and set "
                 "sampler_correction='tis'."
             )
         if self._needs_reference:
@@ -262,5 +263,5 @@ class GRPO:
 
 
 def gathered(collected: Sequence[Metrics]) -> dict[str, list[Any]]:
-    """Collects metrics of several updates by name, still on the device: a mean there would be a program per metric."""
+    """Lists each metric's values over several updates, on the device: a mean there would need a program per metric."""
     return {name: [metrics[name] for metrics in collected] for name in collected[0]}

@@ -24,7 +24,7 @@ class HintedBatch:
 
     @staticmethod
     def of(rollouts: Rollouts) -> "HintedBatch":
-        """Replaces the prompts for which the field `teacher_prompt` has token ids; others stay as they are."""
+        """Replaces the prompts for which the field `teacher_prompt` has token ids; other prompts stay as they are."""
         prompts, group_B = rollouts.prompts, rollouts.group_B
         hints = prompts.fields.get(TEACHER_PROMPT, [None] * len(prompts.length_P))
         own_P = np.asarray(prompts.length_P)

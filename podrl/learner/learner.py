@@ -225,7 +225,7 @@ class SampleLearner(SavedByRun):
         if rl_cluster.reward_source and not config.model:
             config = dataclasses.replace(config, model=rl_cluster.reward_source)
         self._reward_config = config
-        self._trained_to = 0  # steps that `train` has made without files, which a further call could not go on from
+        self._trained_to = 0  # number of steps made without files; a further call could not continue from them
         self._generate: Generator | None = None  # set while `train` runs, if this process generates
         self._prompts = 0
 

@@ -35,8 +35,7 @@ def left_out(
 
 
 def counted(left_out_B: Int[np.ndarray, " B"]) -> dict[str, float]:
-    """Counts the samples with a weight, and by reason the samples without one; reasons that no sample has are
-    absent."""
+    """Counts the samples with a weight in the loss, and for each reason the samples without a weight, if any."""
     reasons = {
         f"loss/left_out/{reason.name.lower()}": float((left_out_B == reason).sum())
         for reason in LeftOut

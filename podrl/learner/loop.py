@@ -1,9 +1,9 @@
 """The training loop of every algorithm in every process: read this first, then podrl/learner/grpo.py.
 
 Three collaborators do the work. `rollouts` makes batches of experience from the newest weights: in this process
-(podrl/learner/rollouts.py), on other hosts, or as this host's share of a pod (podrl/learner/pods/). `algorithm` turns a
-batch into optimizer updates: GRPO, PPO, SFT, DPO. `recorder` holds what outlives the process: metrics, checkpoints,
-evaluations, and whether the run must stop (podrl/learner/recorder.py). Every process runs these lines unchanged.
+(podrl/learner/rollouts.py), or on the rollout hosts of a pod (podrl/learner/pods/). `algorithm` turns a batch into
+optimizer updates: GRPO, PPO, SFT, DPO. `recorder` keeps metrics, checkpoints and evaluations, and knows whether the run
+must stop (podrl/learner/recorder.py). Every process runs this loop unchanged.
 """
 
 import collections

@@ -1,4 +1,4 @@
-"""Finds the settings under which a run cannot change its weights, so that it can warn about them at its start."""
+"""Finds the settings under which a run cannot change its weights, so that the run can warn when it begins."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +16,7 @@ _ALIKE = ("grpo", "rloo", "opo", "gpg", "pass_at_k", "remax", "reinforce_plus_pl
 
 
 def no_update_reasons(training: RLTrainingConfig) -> list[str]:
-    """Lists the reasons why no update changes the model, one sentence for each setting; empty if updates do."""
+    """Lists the reasons why no update changes the model, one sentence for each setting; empty if updates change it."""
     if training.actor_optimizer is None and _zero(training.learning_rate):
         return [
             f"trainer.learning_rate={training.learning_rate:g} is 0 in float32 in every update, so this run does not "
@@ -53,7 +53,7 @@ def no_update_reasons_on_samples(
         if training.critic_optimizer is None and _zero(training.critic_learning_rate):
             found.append(
                 f"trainer.critic_learning_rate={training.critic_learning_rate:g} is 0 in float32, so the critic stays "
-                "as it was made, and advantages are those of random values: set it above 0."
+                "as it was made, and advantages come from its random values: set it above 0."
             )
     elif isinstance(algo, GRPOConfig) and not (algo.own_loss or algo.own_advantage or algo.entropy_coef):
         found += _without_advantage(algo, rollout, reward, environment)

@@ -441,7 +441,7 @@ class HostRecorder:
 
 
 def _in_table(name: str) -> bool:
-    """True for metrics that the live table shows beside the watched ones: rewards by function, lengths, speed."""
+    """True for metrics that the live table shows beside the watched metrics: rewards by function, lengths, speed."""
     of_rewards = name.startswith("reward/") and name not in ("reward/std", "reward/kl", "reward/kl_coef")
     of_rewards = of_rewards and not name.startswith("reward/zero/")
     return of_rewards or name in ("completion/length_mean", "completion/truncated", "actor/entropy", "time/step")

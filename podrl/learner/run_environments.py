@@ -20,7 +20,7 @@ from podrl.workers.user_code import Limits
 
 REWARD_NAME = "environment"  # name of the reward that environments give
 
-ERRORS = "servers"  # folder of the standard error of MCP servers that are started by command
+ERRORS = "servers"  # folder of files with the standard error of MCP servers that are started by a command
 
 
 def environment_config(environment: object) -> EnvironmentConfig:
@@ -75,7 +75,7 @@ def run_environments(
     """Gives every sample of the cluster its environment while the context lasts, if this process generates.
 
     Answers from outside (tools, agents) are kept in `workdir`/outside, which the leader writes if there are several
-    processes. If the run directory is in a bucket, answers are there within seconds. Answers of steps before the newest
+    processes. If the run directory is in a bucket, answers reach it within seconds. Answers of steps before the newest
     checkpoint are deleted, but not under the wall clock, where a run can be repeated from its beginning.
     """
     if not config.used:
@@ -142,6 +142,6 @@ def check(host: Episodes, dialogue: Dialogue) -> None:
     if named and named != there:
         differ = sorted(name for name in named.keys() | there.keys() if named.get(name) != there.get(name))
         raise ValueError(
-            f"The tools {', '.join(differ)} of this process differ from the tools that prompts name: all processes of "
-            "the job must be offered the same by env.tools and the servers of env.mcp."
+            f"The tools {', '.join(differ)} of this process differ from the tools that prompts name: env.tools and "
+            "the servers of env.mcp must offer the same tools to all processes of the job."
         )

@@ -53,7 +53,7 @@ class IdScores(Scores):
 
     Attributes:
       number_BT: number of each sampled token among all sampled tokens of the batch, from 1 on; 0 on other tokens.
-      id_XK: likeliest ids at the place of sampled token x, in row x; no loss reads row 0.
+      id_XK: likeliest ids at the place of each sampled token; token number x has row x, and no loss reads row 0.
       teacher_logprob_XK: log-probabilities of these ids under the teacher, nats.
     """
 

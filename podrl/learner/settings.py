@@ -40,24 +40,25 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
       num_generations: G, samples per prompt.
       num_iterations: mu, passes over each batch of samples.
 
-      old_logprob: source of the log-probabilities in the ratio's denominator. 'current': the policy itself, exact when
-        a fresh batch makes one update. 'trainer': a forward pass before the first update. 'sampler': the numbers that
-        the engine reported. 'auto': 'sampler' for stale samples without a correction, 'trainer' for several updates or
-        a KL in the reward, else 'current'.
+      old_logprob: source of the log-probabilities in the ratio's denominator. 'current': the policy itself, exact if a
+        batch of fresh samples makes one update. 'trainer': a forward pass before the first update. 'sampler': the
+        numbers that the engine reported. 'auto': 'sampler' for stale samples without a correction, 'trainer' for
+        several updates or a KL in the reward, else 'current'.
       max_staleness: number of updates by which the sampling policy may be behind the trainer; 0 is strictly on-policy;
         from 2 on, weights change inside samples (docs/async.md).
       stale_bound: largest age, in updates, of a token that adds to the policy loss; older tokens still count in
         denominators, KL and entropy. None for no bound.
       dynamic_sampling: True if groups whose rewards are all equal are replaced by groups of further prompts (DAPO).
-      dynamic_sampling_batches: number of prompt batches that a step takes from the data with dynamic sampling, its own
-        included. Prompts that are not needed are skipped, so the data position never depends on results.
+      dynamic_sampling_batches: number of prompt batches that a step takes from the data with dynamic sampling: one to
+        train on, the others in reserve. Prompts that are not needed are skipped, so the data position never depends on
+        results.
       overlong_shaping: True if completions lose reward over the last `overlong_buffer` tokens before the limit (DAPO).
       overlong_buffer: number of tokens before the limit over which reward is lost; None is a fifth of
         rollout.max_tokens_to_generate.
       overlong_penalty: reward lost at the limit.
       overlong_filter: True if completions cut off by the limit leave the loss; their rewards still count in their
         groups.
-      no_stop_reward: reward of a completion that the limit cut off, in place of its own; None for its own.
+      no_stop_reward: reward of a completion that the limit cut off, in place of its own reward; None keeps its own.
       kl_target: target of the KL to the reference, nats per token: the KL's coefficient (in the loss or in the reward)
         is adapted to reach it; None keeps the coefficient fixed.
       kl_horizon: number of samples over which the coefficient changes by at most a fifth.
@@ -117,8 +118,8 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
         used = [f"{self.section}.{field}={coef:g}" for field, coef in coefs.items() if coef > 0]
         if not used:
             raise ValueError(
-                f"{self.section}.kl_target={target} steers the coefficient of the KL to the reference, and there is "
-                f"none: give it a start above 0 ({' or '.join(f'{self.section}.{field}' for field in coefs)})."
+                f"{self.section}.kl_target={target} steers the coefficient of the KL to the reference, but it is 0: "
+                f"start the coefficient above 0 ({' or '.join(f'{self.section}.{field}' for field in coefs)})."
             )
         if len(used) > 1:
             raise ValueError(
@@ -150,7 +151,7 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
         return np.zeros(len(experience.rollouts.length_B), np.int32)
 
     def of_samples(self, read: Callable[[Any], float | bool], experience: Experience) -> np.ndarray:
-        """Reads a number of each sample's settings; shape (B,)."""
+        """Returns, for each sample, the number that `read` finds in the sample's settings; shape (B,)."""
         return np.asarray([read(part) for part in self.parts])[self.part_of(experience)]
 
     @property
@@ -213,7 +214,7 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
         return "current" if updates_per_step == 1 and not scored else "trainer"
 
     def warnings(self, updates_per_step: int) -> list[str]:
-        """Lists settings, those of the loss included, that are legal but probably a mistake, one sentence each."""
+        """Lists legal settings that are probably a mistake, also settings of the loss, one sentence each."""
         name, old = self.section, self.old_source(updates_per_step)
         found = list(self.policy_loss(max_tokens=1).warnings())  # warnings do not depend on max_tokens
         if old == "sampler" and self.correction != "none":
@@ -299,7 +300,7 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
         return reward_B
 
     def masked_out(self, experience: Experience) -> Int[np.ndarray, " B"]:
-        """Returns the LeftOut codes of samples none of whose tokens count in the loss; 0 for the others."""
+        """Returns the LeftOut code of each sample whose tokens all stay out of the loss; 0 for the other samples."""
         stop_B, lost_B = experience.rollouts.stop_B, experience.lost_B
         found = {
             LeftOut.OUT_OF_TIME: stop_B == STOP_DEADLINE,
@@ -319,7 +320,7 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
 
     @property
     def policy_alone(self) -> bool:
-        """True if nothing but the surrogate moves the policy: no KL, entropy, observation or divergence."""
+        """True if only the surrogate moves the policy: the loss has no KL, entropy, observations or divergence."""
         teacher = self.distillation
         exact = teacher is not None and not teacher.sampled
         return not (self.loss_kl.coef or self.entropy_coef or self.observed_weight or exact)
@@ -406,7 +407,7 @@ class GRPOConfig(AlgorithmConfig, KLLossSettings, GroupSettings):
         advantage. 'full': exact, over the vocabulary, in the loss. 'top_k': over the policy's likeliest ids, with all
         other ids as one.
       teacher_top_k: number of likeliest ids that 'top_k' takes.
-      reward_coef: weight of the advantage from rewards, which is added to the teacher's.
+      reward_coef: weight of the advantage from rewards, which is added to the advantage from the teacher.
       observation_coef: weight of the cross-entropy on tokens from an environment after a sample's first turn, such as
         the output of tools (ECHO); the cross-entropy is a mean over these tokens; 0 for none.
       sources: settings of the samples of a mixture's sources, by the source's name: values of the keys `PER_SOURCE`
@@ -536,7 +537,7 @@ class GRPOConfig(AlgorithmConfig, KLLossSettings, GroupSettings):
         if SOURCE not in rollouts.prompts.fields:
             raise ValueError(
                 f"grpo.sources={list(self.sources)} are told apart by the field `{SOURCE}` of prompts, and these have "
-                "none: give each prompt the name of its source there, or leave grpo.sources out."
+                "none: set the field of each prompt to the name of its source, or leave grpo.sources out."
             )
         part_P = np.array([self.number_of.get(name, 0) for name in rollouts.prompts.fields[SOURCE]], np.int32)
         return part_P[rollouts.group_B]
@@ -611,7 +612,7 @@ class PPOConfig(AlgorithmConfig, GAESettings):
       critic_warmup: number of first steps of the run in which only the critic learns.
       whiten_advantages: True if advantages are scaled to mean 0 and variance 1 over the batch's tokens.
       whiten_rewards: True if token rewards, KL included, are scaled to variance 1 over the batch's tokens before GAE.
-      Others: inherited settings, explained in the classes that they come from; `loss_agg_mode` is the critic's too.
+      Others: inherited settings, explained in the classes that they come from; `loss_agg_mode` is also the critic's.
     """
 
     algo_variant: Literal["ppo"] = "ppo"

@@ -1,4 +1,4 @@
-"""Training that is watched: tokens for the trace, rewards for the curriculum, and counts of samples out of the loss.
+"""Wraps an algorithm to feed the trace and the curriculum, and to count the samples that are left out of the loss.
 
 The content of a step's trace is described in podrl/rundir/trace.py.
 """

@@ -1,4 +1,4 @@
-"""Samples as a teacher with another tokenizer reads them, and the spans of text between common ends of tokens.
+"""Samples as a teacher with another tokenizer reads them, and the spans of text that both cut at the same places.
 
 A teacher reads the prompt that its own chat template wrote. Then it reads the policy's text up to the first token that
 is not text: a special token, or a token from an environment. If that token ends the policy's turn, the teacher reads

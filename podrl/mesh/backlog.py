@@ -10,11 +10,11 @@ IN_FLIGHT = 4
 
 
 class Backlog:
-    """Limits the programs in flight to `limit`: a caller that is further ahead waits for the oldest.
+    """Limits the programs in flight to `limit`: a caller that adds one more waits for the oldest.
 
-    A few programs in flight keep an accelerator busy. On the CPU platform many can hang for good: all devices of a
-    process share a pool with one thread per device, and from the 33rd unfinished program of a device on, starting a
-    program holds a thread until an older program ends. A collective whose devices wait for those threads never ends.
+    A few programs in flight keep an accelerator busy. On the CPU platform many programs in flight can deadlock: all
+    devices of a process share a pool with one thread per device, and from the 33rd unfinished program of a device on,
+    starting a program holds a thread until an older program ends. A collective that waits for these threads never ends.
     """
 
     def __init__(self, limit: int = IN_FLIGHT):
@@ -22,7 +22,7 @@ class Backlog:
         self._results: deque[PyTree] = deque()
 
     def add(self, result: PyTree) -> None:
-        """Registers a program by one of its results, which must not be donated to another."""
+        """Registers a program by one of its results, which must not be donated to another program."""
         self._results.append(result)
         if len(self._results) > self._limit:
             jax.block_until_ready(self._results.popleft())

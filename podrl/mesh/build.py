@@ -12,7 +12,7 @@ from podrl.types import JaxDevice
 AXES = ("data", "expert", "fsdp", "seq", "tensor")
 EXPERT = "expert"  # cuts rows, and spreads the experts of each layer
 SEQ = "seq"  # cuts rows along time
-_ALWAYS = ("data", "fsdp", "tensor")  # axes of every mesh; a mesh has the others only if they are larger than 1
+_ALWAYS = ("data", "fsdp", "tensor")  # axes of every mesh; a mesh has another axis only if its size is larger than 1
 REST = -1
 # Other systems' names of the axes.
 _ALIASES = {"dp": "data", "ep": EXPERT, "tp": "tensor", "model": "tensor", "sp": SEQ, "cp": SEQ}
@@ -83,8 +83,8 @@ def make_mesh(
       auto: the mesh string that 'auto' stands for in this role.
 
     Returns:
-      A mesh with the axes ("data", "expert", "fsdp", "seq", "tensor"), of which expert and seq are left out if they are
-      1; devices are in the order of `sort_devices`, the last axis fastest.
+      A mesh with the axes ("data", "expert", "fsdp", "seq", "tensor"), without expert and seq if their size is 1. The
+      devices are in the order of `sort_devices`, the last axis fastest.
 
     Raises:
       ValueError: the sizes do not multiply to the number of devices.
@@ -141,7 +141,7 @@ def with_own_axes(mesh: Mesh) -> Mesh | None:
 def split_devices(
     devices: Sequence[JaxDevice], trainer_spec: str, rollout_spec: str
 ) -> tuple[list[JaxDevice], list[JaxDevice]]:
-    """Splits one process's devices into those of the trainer and those of the rollout; a single device serves both.
+    """Splits one process's devices between trainer and rollout; a single device serves both.
 
     Several devices are split into disjoint parts, the trainer's first. If both mesh strings leave a size open, each
     role gets about half.
@@ -216,7 +216,7 @@ def set_aside(
 
 
 def share_of_mesh(spec: str, devices: Sequence[JaxDevice], hosts: int, *, key: str = "mesh") -> Mesh:
-    """Builds one host's part of a mesh over several hosts, of whose devices only this host's are visible.
+    """Builds one host's part of a mesh over several hosts; the devices of the other hosts need not be visible.
 
     Hosts that hold a copy of the weights together count as one host, with the devices of all of them.
 
@@ -246,7 +246,7 @@ def share_of_mesh(spec: str, devices: Sequence[JaxDevice], hosts: int, *, key: s
 
 
 def local_mesh(mesh: Mesh, process: int, *, key: str = "mesh") -> Mesh:
-    """Returns the part of a mesh that one process works with: the rows of its "data" axis that have its devices.
+    """Returns the part of a mesh that one process works with: the rows along "data" that have devices of the process.
 
     If a row lies on several processes (a replica), all of them work with this row together.
 
@@ -326,7 +326,7 @@ def _need(sizes: tuple[int, ...]) -> str:
 
 
 def _fill(spec: str, sizes: tuple[int, ...], devices: Sequence[JaxDevice], key: str) -> tuple[int, ...]:
-    """Replaces the size -1 by the one that uses all devices.
+    """Replaces the size -1 by the size with which the mesh uses all devices.
 
     Raises:
       ValueError: the sizes do not fit the number of devices.

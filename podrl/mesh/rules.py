@@ -14,9 +14,9 @@ from podrl.types import PyTree
 MeshAxes = tuple[str, ...]
 
 # Parameters: the model dimension ("embed") is cut over fsdp and seq; heads, feed-forward and vocabulary over tensor.
-# Experts are cut over expert; all other weights have a copy at each of its positions. Activations: rows are cut over
-# data, expert and fsdp, time over seq. Their model dimension ("act") stays whole, so that XLA gathers weights and not
-# activations.
+# Experts are cut over expert; all other weights have a copy at each position of this axis. Activations: rows are cut
+# over data, expert and fsdp, time over seq. Their model dimension ("act") stays whole, so that XLA gathers weights and
+# not activations.
 DEFAULT_RULES: Mapping[str, MeshAxes] = {
     "act": (),
     "batch": ("data", "expert", "fsdp"),
@@ -117,7 +117,7 @@ def shardings(tree: PyTree, mesh: Mesh, rules: Mapping[str, MeshAxes] = DEFAULT_
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """Returns the sharding by which every device holds the whole array."""
+    """Returns the sharding with which every device holds the whole array."""
     return NamedSharding(mesh, Spec())
 
 

@@ -49,17 +49,17 @@ def attention(
       q_BTNH: scaled, rotated queries. Heads are grouped: query head n reads key/value head n // (N / K).
       k_BTKH: rotated keys.
       v_BTKH: values.
-      segment_BT: segment of each token, 0 on padding, where outputs are finite and meaningless.
+      segment_BT: segment of each token, 0 on padding; outputs on padding are finite but meaningless.
       window: number of tokens that a token sees, itself included; traced, so it may differ per layer.
       softcap: c in c * tanh(score / c); 0 is off.
       shared: (last_BT, position_BT) if segments may begin with tokens of other segments. Token t then sees token s iff
         s <= t, segment[s] <= segment[t] <= last[s] and position[t] - position[s] < window. None otherwise.
-      sinks: scores of the heads' sinks, in one array; a sink is a key of value 0 that every token sees (gpt-oss). () if
-        heads have no sinks.
+      sinks: scores of the heads' sinks, in one array; a sink is a key with value 0 that every token sees (gpt-oss). ()
+        if heads have no sinks.
       mesh: mesh over which rows and heads are split as `podrl.mesh.rules` says; None for one device.
       windows: all values that `window` can take; splash is compiled once for each value shorter than T.
       form: algorithm. 'dense' holds all T x T scores of a row, forward and backward. 'blockwise' holds `block` x
-        `block` scores and skips blocks in which nothing is seen. 'splash' is JAX's TPU kernel, and 'prefix' is podrl's
+        `block` scores and skips blocks in which no key is seen. 'splash' is JAX's TPU kernel, and 'prefix' is podrl's
         TPU kernel for `shared`. 'auto' takes the matching kernel on TPU if T is a multiple of 128 and H of 64 (splash
         also needs `windows`), and 'blockwise' elsewhere.
       block: tokens of a block for 'blockwise', and the largest block for 'prefix'.
@@ -301,7 +301,7 @@ def _flash_fwd(q_BKHGT, k_BKSH, v_BKSH, where: Where, order: Order, sinks: Sinks
         B, K, _, G, t = q.shape
         row = jnp.full((B, K, 1, G, t), NEG_INF, jnp.float32)
         carry = (row, jnp.zeros_like(row), jnp.zeros(q.shape, jnp.float32))
-        for sink_K1G1 in sinks:  # a key whose weight is 1 and whose value is 0
+        for sink_K1G1 in sinks:  # the sums begin with the sink, as a key of weight 1 and value 0
             carry = (jnp.broadcast_to(sink_K1G1, row.shape), jnp.ones_like(row), carry[2])
         top, total, out = _loop(*_key_blocks(i, where, size), add, carry, single=t == k_BKSH.shape[-2])
         if len(where) > 2:  # a query block that is only padding has skipped all key blocks, so its total is 0

@@ -37,7 +37,7 @@ class RopeScaling:
     Attributes:
       kind: 'none'; 'linear', which divides all frequencies by `factor`; 'llama3', which divides the
         frequencies of long wavelengths, with a smooth transition; 'yarn', which does the same with a transition that
-        is linear in the number of the frequency, and multiplies cosines and sines by `attention_factor` (arXiv
+        is linear in the index of the frequency, and multiplies cosines and sines by `attention_factor` (arXiv
         2309.00071); or 'proportional', which divides the share `turned` of the frequencies, the highest ones, and
         sets the others to 0 (Gemma 4).
       factor: divisor of the frequencies, by which wavelengths are stretched.
@@ -74,9 +74,10 @@ class LoraConfig:
       rank: inner dimension of the adapters; 0 turns adapters off.
       alpha: numerator of the scale alpha / rank.
       pattern: regular expression for the projections that get an adapter. It must match the whole name: q, k, v, o,
-        gate, up or down, or the same with _proj appended. Experts have expert_in (also gate_up_proj) and expert_out
+        gate, up or down, or one of these with _proj appended. Experts have expert_in (also gate_up_proj) and expert_out
         (also down_proj) in place of gate, up and down. Linear attention has in_proj_qkv, in_proj_z, in_proj_b,
-        in_proj_a and out_proj in place of q, k, v and o. The default pattern leaves both without adapters.
+        in_proj_a and out_proj in place of q, k, v and o. The default pattern leaves experts and linear attention
+        without adapters.
       dropout: probability with which training zeroes an input feature of an adapter; 0 with adapters on experts.
       base_dtype: storage type of the frozen projections: 'int8' or 'int4' for integers with a scale per group of 64
         inputs (QLoRA, arXiv 2305.14314, with uniform levels); '' for the type of all other parameters.
@@ -140,10 +141,10 @@ class Experts:
       shared_dim: inner dimension of a shared expert, which computes every token; 0 for no shared expert.
       shared_gate: True if the shared expert's output is multiplied by a sigmoid of a projection of the token.
       bias: True if the router and the projections of the experts have biases.
-      beside_dense: True if the layer also has the dense feed-forward of `ffn_dim`, whose output is added to that of the
-        experts. Both outputs, and the input of the experts, have norms of their own. The router reads the residual
-        stream through another norm, its logits are multiplied by D**-0.5, and the weights by a learned number per
-        expert (Gemma 4).
+      beside_dense: True if the layer also has the dense feed-forward of `ffn_dim`, whose output is added to the
+        experts' output. Both outputs, and the input of the experts, have norms of their own. The router reads the
+        residual stream through another norm, its logits are multiplied by D**-0.5, and the weights by a learned number
+        per expert (Gemma 4).
     """
 
     count: int
@@ -175,7 +176,8 @@ class Delta:
     """Sizes of linear attention by the gated delta rule, see `podrl.models.delta`.
 
     Attributes:
-      key_heads, value_heads: number of heads of queries and keys, and of values; the second is a multiple of the first.
+      key_heads, value_heads: number of heads of queries and keys, and of values; value_heads is a multiple of
+        key_heads.
       key_dim, value_dim: width of a head of queries and keys, and of values.
       taps: number of tokens that the convolution before the rule mixes, the token itself included.
     """
@@ -244,7 +246,7 @@ class ModelConfig:
     Attributes:
       family: name of the architecture in checkpoints, e.g. 'gemma2'.
       vocab_size, num_layers, model_dim, ffn_dim: sizes V, L, D, F.
-      num_heads, num_kv_heads, head_dim: sizes N, K, H; if layers are of several kinds, K and H are those of `kinds[0]`.
+      num_heads, num_kv_heads, head_dim: sizes N, K, H; if layers are of several kinds, K and H belong to `kinds[0]`.
       activation: gate non-linearity: 'gelu_tanh', 'gelu', 'silu', or 'clamped_silu' (gpt-oss), see
         `podrl.models.moe.gated`.
       norm_eps: number added to the mean square in every RMS norm.
@@ -277,8 +279,9 @@ class ModelConfig:
         `kinds[0]`.
       delta: sizes of linear attention in place of attention, None for attention; if layers are of several kinds, the
         value of `kinds[0]`.
-      ple_dim: size P of per-layer embeddings: each layer adds to its output a function of a vector of its own for the
-        token, from a table (V, L P), and of a projection of the token's embedding (Gemma 4 E2B, E4B); 0 for none.
+      ple_dim: size P of per-layer embeddings: each layer adds to its output a function of a vector for the token. The
+        vector comes from a table (V, L P) and from a projection of the token's embedding (Gemma 4 E2B, E4B). 0 for
+        none.
       reuses_keys: True if the layers attend to keys and values of an earlier layer, see `Kind.keys_of`; False for a
         whole model.
       kinds: kinds of layers; () if all layers are alike.
@@ -343,7 +346,7 @@ class ModelConfig:
 
     @property
     def projections(self) -> tuple[str, ...]:
-        """Names of the dense projections in a layer: with experts in place of a dense MLP, only those of attention."""
+        """Names of the dense projections in a layer: only attention's if experts replace the dense feed-forward."""
         names = ATTENTION_PROJECTIONS if self.experts is not None and not self.experts.beside_dense else PROJECTIONS
         if self.delta is not None:
             return (*LINEAR_PROJECTIONS, *(name for name in names if name not in ATTENTION_PROJECTIONS))
@@ -390,7 +393,7 @@ class ModelConfig:
         return tuple((kind, self.kind_L[:i].count(kind)) for i, kind in enumerate(self.kind_L))
 
     def patterns(self) -> tuple[tuple[tuple[tuple[int, int], ...], int], ...]:
-        """Returns the layers in order as repeated patterns, each the shortest: (pattern, number of repetitions).
+        """Returns the layers in order as repeated patterns, as short as possible: (pattern, number of repetitions).
 
         A pattern is a sequence of runs of equal layers: (index of the kind, number of layers). There is one
         pattern, and a second one for layers that reuse the keys of others.
@@ -402,7 +405,7 @@ class ModelConfig:
 
     @property
     def lenders(self) -> tuple[int, ...]:
-        """Indices of the kinds whose last layer's keys and values other layers attend to."""
+        """Indices of the kinds that lend keys and values: other layers attend to those of the kind's last layer."""
         return tuple(sorted({kind.keys_of for kind in self.kinds if kind.keys_of >= 0}))
 
     @property
@@ -459,10 +462,10 @@ class ModelConfig:
         self.alike()  # checks each kind
 
     def _check_adapters(self, experts: Experts) -> None:
-        """Refuses a pattern that names a dense feed-forward but not the experts, and dropout of their adapters.
+        """Refuses a pattern that names a dense feed-forward but not the experts, and dropout in experts' adapters.
 
-        The default pattern means attention only. With a dense feed-forward beside the experts, patterns mean what they
-        say.
+        The default pattern means attention only, unless the layer also has a dense feed-forward: then all patterns hold
+        as they are written.
         """
         lora, family = self.lora, self.family
         dense = [name for name in ("gate", "up") if lora.covers(name) and not lora.covers("expert_in")]
@@ -500,7 +503,7 @@ class ModelConfig:
         return np.stack(rows).astype(np.float32)
 
     def rotations(self) -> tuple[tuple[Float[np.ndarray, "R H/2"], tuple[float, ...]], tuple[int, ...]]:
-        """Returns the different rotations of rotary positions, and the number of each layer's rotation among them.
+        """Returns the different rotations of rotary positions, and for each layer the index of its rotation.
 
         The layers must be alike. A rotation has frequencies, see `inverse_frequencies`, and a factor of its cosines and
         sines.
@@ -542,7 +545,7 @@ def _scale(freq_H: np.ndarray, scaling: RopeScaling, theta: float) -> np.ndarray
         keep_H = np.clip((scaling.original_length / wavelength_H - scaling.low_freq_factor) / span, 0.0, 1.0)
         return keep_H * freq_H + (1 - keep_H) * freq_H / scaling.factor
     if scaling.kind == "yarn":
-        # Numbers of the frequencies, as real numbers, that turn beta_fast and beta_slow times over the original length.
+        # Indices (real numbers) of the frequencies that turn beta_fast and beta_slow times over the original length.
         low, high = (
             len(freq_H) * np.log(scaling.original_length / (turns * 2 * np.pi)) / np.log(theta)
             for turns in (scaling.beta_fast, scaling.beta_slow)
@@ -570,7 +573,7 @@ def gemma2_config(
     logit_softcap: float = 30.0,
     max_length: int = 8192,
 ) -> ModelConfig:
-    """Builds a Gemma 2 of any size: layers of even index have the window, the others see all (arXiv 2408.00118)."""
+    """Builds a Gemma 2 of any size: layers of even index have the window, others see all tokens (arXiv 2408.00118)."""
     return ModelConfig(
         family="gemma2",
         vocab_size=vocab_size,

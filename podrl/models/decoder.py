@@ -27,7 +27,7 @@ class LayerInfo:
 
     Attributes:
       index: number of the layer in the model, from 0.
-      rotation: number of the layer's rotation among those of its kind, see `rotations`.
+      rotation: number of the layer's rotation among the rotations of its kind, see `rotations`.
       window: number of tokens that a token sees, itself included.
       ple: per-layer embeddings of the tokens, see `per_layer_embeddings`; () in models without them.
     """
@@ -39,7 +39,7 @@ class LayerInfo:
 
 
 # attend(q_BTNH, k_BTKH, v_BTKH, info, sinks) -> (out_BTNH, state): queries are scaled and rotated, keys are rotated.
-# In layers that reuse keys, k_BTKH and v_BTKH are None, and `attend` takes those of the earlier layer.
+# In layers that reuse keys, k_BTKH and v_BTKH are None, and `attend` takes the earlier layer's keys and values.
 # `sinks` holds one array with the score of each head's sink, or nothing if heads have no sinks. `state` is any value
 # that the caller of the forward pass wants from each layer (new keys and values, an updated cache).
 # In layers of linear attention: attend(h_BTD, layer, project) -> (out_BTD, state), with the normalised stream h.
@@ -118,7 +118,7 @@ def _rotations(alike: ModelConfig, position_BT: Int[Array, "B T"]) -> Rotations:
 def rotate(x_BTNH: Array, cos_BT1H: Array, sin_BT1H: Array) -> Array:
     """Applies rotary position embedding in the half-split form, in float32; returns x's dtype (arXiv 2104.09864).
 
-    Only as many dimensions of a head as there are cosines and sines are rotated, the first ones.
+    If there are cosines and sines for fewer dimensions than a head has, only the first dimensions are rotated.
 
     Args:
       x_BTNH: queries or keys.
@@ -305,7 +305,7 @@ def embed(
 def per_layer_embeddings(
     params: PyTree, tokens_BT: Int[Array, "B T"], x_BTD: Array, config: ModelConfig, mesh: Mesh | None = None
 ) -> tuple[Float[Array, "B T L P"], ...]:
-    """Computes the vector of each layer for each token: a row of the table plus a projection, over sqrt(2).
+    """Computes each layer's vector for each token: (row of the table + projection of the embedding) / sqrt(2).
 
     Args:
       params: parameters of the model; only those outside the layers are read.
@@ -328,7 +328,7 @@ def per_layer_embeddings(
 
 
 def output_matrix(params: PyTree) -> Float[Array, "D V"]:
-    """Returns the matrix from the final hidden state to logits; with tied embeddings, their transposed matrix."""
+    """Returns the matrix from the final hidden state to logits; with tied embeddings, the transposed embeddings."""
     return params["unembed"] if "unembed" in params else params["embed"].T
 
 
@@ -395,8 +395,10 @@ class _Pass:
     balance: Float[Array, ""] | None
 
     def step(self, kind: int, alike: ModelConfig, lent: Mapping[int, tuple[Array, Array]], waiting: PyTree) -> Callable:
-        """Builds the step of a kind of layer, with the weights that are `waiting` in the host's memory; layers that
-        reuse keys take them from `lent`, by the lending kind."""
+        """Builds the step of a kind of layer, with the weights that are `waiting` in the host's memory.
+
+        Layers that reuse keys and values take them from `lent`, which has them by the lending kind.
+        """
         config, mesh, tpu, real_BT = self.config, self.mesh, on_tpu(self.mesh), self.segment_BT != 0
         place_L = jnp.asarray([place for _, place in config.places()])
 
@@ -455,7 +457,7 @@ def replayed(
     route_LBTk: Int[Array, "L B T k"] | None,
     balance: Float[Array, ""] | None = None,
 ) -> tuple[Float[Array, "B T D"], Int[Array, "L B T k"] | None]:
-    """Computes final normalised hidden states of packed rows, with tokens computed by recorded experts.
+    """Computes final normalised hidden states of packed rows; recorded experts compute the tokens with recorded routes.
 
     Args:
       params: whole parameter tree, adapters joined in.
@@ -499,7 +501,7 @@ def replayed(
     stacks = list(zip(here, infos, moe.routes_by_kind(route_LBTk, config), strict=True))
 
     # A kind whose keys are reused passes its keys and values from layer to layer, so that its last layer's remain.
-    # Layers that reuse them do not pass them on: a scan keeps what it passes on for the backward pass, once per layer.
+    # Layers that reuse them do not pass them on, because a scan keeps its carry of every layer for the backward pass.
     def empty(kind: Kind) -> tuple[Array, Array]:
         zeros = jnp.zeros((*tokens_BT.shape, kind.num_kv_heads, kind.head_dim), dtype)
         zeros = rules.constrain(zeros, ("batch", "time", "kv_heads", "head_dim"), mesh)

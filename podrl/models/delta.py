@@ -75,7 +75,7 @@ def cut(
     *,
     chunk: int = CHUNK,
 ) -> Chunks:
-    """Cuts rows into chunks, of which the last may be padded. Segments may begin anywhere.
+    """Cuts rows into chunks; the last chunk of a row may be padded. Segments may begin anywhere.
 
     Args:
       segment_BT: number of each token's segment, at most T, 0 on padding; the tokens of a segment are consecutive.
@@ -204,7 +204,7 @@ def over_rows(
     solved = _sum("BXNCD,BXNDU->BXNCU", _inverse(system), sides)
     inside = {
         "change": solved[..., :U],  # change by each token if the chunk starts from zeros
-        "undo": solved[..., U:],  # times the entering state: the part of the changes that this state takes away
+        "undo": solved[..., U:],  # multiplied with the entering state: the part of the changes to subtract
         "scores": _sum("BXNCH,BXNDH->BXNCD", q, k) * pair_BXNCC,
         "reads": q * entering_BXNC[..., None],
         "keys": k,
@@ -336,8 +336,8 @@ def mix(
 def memory_shapes(config: ModelConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Returns the shapes of a layer's memory of a sequence: the float32 state, (N, H, U), and the convolution's inputs.
 
-    The latter are the inputs of the last W - 1 tokens, for each head of keys one after another in one vector. The first
-    dimension of both is cut over `tensor`.
+    The inputs are those of the last W - 1 tokens, one after another in one vector for each head of keys. The first
+    dimension of both arrays is cut over `tensor`.
     """
     sizes = config.delta
     assert sizes is not None
@@ -420,7 +420,7 @@ def _convolve_on(
         return inputs_BKTI * weight_WKI[w][:, None]
 
     # The last tap, too, reads the concatenation: XLA would fuse the sum of projection and adapter into its product, and
-    # round it otherwise than the input that later tokens read.
+    # round it differently from the input that later tokens read.
     out_BKTI = tap(W - 1)
     for w in range(W - 2, -1, -1):
         out_BKTI = out_BKTI + tap(w)

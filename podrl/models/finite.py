@@ -31,14 +31,14 @@ def refuse_nonfinite(leaf: Array, names: Sequence[str], where: str) -> None:
         if len(bad):
             some = f" ({len(bad)} of the {len(names)} tensors of this parameter do)" if stacked else ""
             raise ValueError(
-                f"Tensor {names[int(bad[0])]} in {where} holds NaN or infinity{some}, as {leaf.dtype.name}: no model "
-                "can be run with that. Take another checkpoint, or a dtype that holds larger numbers."
+                f"Tensor {names[int(bad[0])]} in {where} holds NaN or infinity{some}, as {leaf.dtype.name}: a model "
+                "cannot run with it. Take another checkpoint, or a dtype that holds larger numbers."
             )
 
 
 @functools.lru_cache(maxsize=64)
 def _largest(sharding: NamedSharding, rank: int, stacked: bool):
-    """Builds a function that computes each device's largest magnitude; NaN if there is one.
+    """Builds a function that computes each device's largest magnitude; NaN if a value is NaN.
 
     If `stacked`, the function computes one magnitude for each index of the first dimension.
     """

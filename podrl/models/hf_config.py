@@ -218,7 +218,7 @@ def config_from_hf(raw: JsonObject, *, where: str = "config.json") -> ModelConfi
     if not known.get("head_dim") and model_dim % heads:
         raise ValueError(
             f"{where} has hidden_size={model_dim}, which does not split over num_attention_heads={heads}: it must be a "
-            "multiple of that, or head_dim must be given."
+            "multiple of that number, or head_dim must be given."
         )
     if head_dim % 2:
         raise ValueError(f"{where} has head_dim={head_dim}: it must be even, because rotary positions turn pairs.")
@@ -383,7 +383,7 @@ def _linear_kinds(
     if set(types) != {"linear_attention", "full_attention"} or len(types) != layers:
         raise ValueError(
             f"{where} has layer_types={types!r}: it must name linear_attention or full_attention for each of {layers} "
-            "layers, and each of them once at least."
+            "layers, and each of the two at least once."
         )
     sizes = Delta(
         known["linear_num_key_heads"],
@@ -398,7 +398,7 @@ def _linear_kinds(
 
 
 def _dense_first(known: JsonObject, layers: int, head_dim: int, where: str) -> tuple[tuple[Kind, ...], tuple[int, ...]]:
-    """Reads the two kinds of layers of a GLM 4.5: dense layers come first, and all others have experts."""
+    """Reads the two kinds of layers of a GLM 4.5: dense layers come first, and all later layers have experts."""
     dense, heads = known["first_k_dense_replace"], known["num_key_value_heads"]
     if dense >= layers:
         raise ValueError(
@@ -531,8 +531,8 @@ def _rope(
         if name not in KINDS_OF_ROPE or not set(shared) <= kinds:
             raise ValueError(
                 f"{where} has rope_parameters={shared!r}: only a gemma3, gemma4 or olmo3 model has other positions in "
-                "layers with a window. Then, and always in an olmo3 model, it must hold nothing but full_attention and "
-                "sliding_attention."
+                "layers with a window. For such positions, and always in an olmo3 model, rope_parameters must hold "
+                "nothing but full_attention and sliding_attention."
             )
         full = {"rope_theta": full["rope_theta"], **_not_null(shared.get("full_attention", full))}
         near = {"rope_theta": near["rope_theta"], **_not_null(shared.get("sliding_attention", near))}
@@ -630,7 +630,7 @@ def _yarn(rope: JsonObject, theta: float, limit: int | None, where: str) -> Rope
 
 
 def _stretched(scaling: RopeScaling) -> int:
-    """Returns the context length after YaRN, tokens; other fields of a file may give the length before it."""
+    """Returns the context length with YaRN, tokens; other fields of a file may give the length without YaRN."""
     return round(scaling.factor * scaling.original_length) if scaling.kind == "yarn" else 0
 
 

@@ -27,7 +27,7 @@ _GEMMA4 = ("global_head_dim", "num_global_key_value_heads", "attention_k_eq_v", 
 # Fields of Gemma 4 for embeddings for each layer, and for layers that reuse the keys of others.
 _SMALL = ("hidden_size_per_layer_input", "vocab_size_per_layer_input", "num_kv_shared_layers", "use_double_wide_mlp")
 _CLAMPED = ("swiglu_limit", "swiglu_alpha")
-# Second spellings in gpt-oss's published file of fields that transformers reads elsewhere.
+# Fields of gpt-oss's published file that repeat fields which transformers reads under other names.
 _TWICE = ("experts_per_token", "initial_context_length")
 _LINEAR = (
     *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
@@ -140,7 +140,7 @@ _FIXED: Mapping[str, tuple[object, ...]] = {
 }
 # Further values that podrl computes for one family.
 _FIXED_OF: Mapping[str, Mapping[str, tuple[object, ...]]] = {
-    # In Gemma 4 the field changes tokens of images only, and so no text. In Gemma 3 it changes all tokens.
+    # In Gemma 4 the field changes only tokens of images, and never text. In Gemma 3 it changes all tokens.
     "gemma4": {"use_bidirectional_attention": ("vision",), "enable_moe_block": (True,)},
     "gpt_oss": {"attention_bias": (True,)},
     "glm4_moe": {"attention_bias": (True,)},
@@ -149,7 +149,7 @@ _GEMMA23 = ("gemma2", "gemma3")
 _GEMMA234 = (*_GEMMA23, "gemma4")
 _QWEN = ("qwen2", "qwen3")
 KINDS_OF_ROPE = ("gemma3", "gemma4", "olmo3")  # layers with and without a window have positions of their own
-# Families whose model in transformers reads a field; fields that are not listed are read by all families.
+# For each field, the families whose models in transformers read it. All families read a field that is not listed.
 _READERS: Mapping[str, tuple[str, ...]] = {
     "attn_logit_softcapping": ("gemma2",),  # Gemma 3 stores the field but does not use it
     "final_logit_softcapping": _GEMMA234,
@@ -218,7 +218,7 @@ def _texts(key: str, value: object, where: str) -> None:
 
 def _rope(key: str, value: object, where: str) -> None:
     if not isinstance(value, Mapping):
-        raise ValueError(f"{where} has {key}={value!r}: it must be an object with rope_type and what that type needs.")
+        raise ValueError(f"{where} has {key}={value!r}: it must be an object with rope_type and that type's fields.")
     for name, inner in value.items():
         if name in ("full_attention", "sliding_attention"):
             _rope(f"{key}.{name}", inner, where)

@@ -36,7 +36,7 @@ _OTHER_PARTS = re.compile(
 # Prefixes of the text decoder's names in checkpoints with several towers, and the plain prefixes.
 _TEXT_PREFIXES = (("language_model.model.", "model."), ("model.language_model.", "model."), ("language_model.", ""))
 _PEFT_PREFIX = "base_model.model."  # before the model's own names in files of adapters
-# One tensor has a matrix of all experts of a layer; the matrices of gate and up are stacked in it.
+# A tensor that holds the matrices of all experts of a layer; gate and up are stacked in one tensor.
 _FUSED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
 _LISTED = 8
 _log = logging.getLogger("podrl.models")
@@ -183,7 +183,7 @@ def _match(
 
 
 def _experts_apart(name: str, tensor: StoredTensor, wanted: Container[str]) -> list[StoredTensor]:
-    """Splits a tensor with a matrix of all experts, a spelling of Qwen 3.5's files, into one tensor for each expert."""
+    """Splits a tensor with the matrices of all experts, as in Qwen 3.5's files, into one tensor for each matrix."""
     match = _FUSED.fullmatch(name)
     if match is None or name in wanted or len(tensor.shape) != 3:
         return [dataclasses.replace(tensor, name=name)]
@@ -273,7 +273,7 @@ def _stored_sharding(entry: Entry, target: NamedSharding) -> NamedSharding:
     elif entry.inputs:
         axes = [axes[dim] for dim in entry.order]
         if entry.sections:
-            axes[0] = None  # a device's heads do not lie together
+            axes[0] = None  # in the file, a device's heads do not lie together
         cuts = (1, -1) if entry.whole else (-entry.inputs,)
         axes = [_merged(axes[a:b]) for a, b in zip((None, *cuts), (*cuts, None), strict=True)]
     elif entry.sections:

@@ -99,7 +99,7 @@ _EXPERTS: Mapping[str, Mapping[str, Sequence[str]]] = {
         "expert_out": ("block_sparse_moe.experts.{}.w2.weight",),
     },
 }
-# Stacked dimensions of the leaves of experts, see `Entry.stacked`; all others are stacked by layer alone.
+# Stacked dimensions of the leaves of experts, see `Entry.stacked`; all other leaves are stacked by layer alone.
 _EXPERT_STACKS = {"expert_in": (0, 1, 2), "expert_out": (0, 1), "shared_in": (0, 1)}
 
 # Adapters of experts in PEFT's files: leaf -> (inputs, permuted), see Entry. Matrix A is stored as (expert x rank, in),
@@ -125,7 +125,7 @@ class Entry:
       param: shape and logical axes of the leaf, stacked dimensions included.
       inputs: number of dimensions, without the stacked ones, that are flattened into the second dimension of a stored
         matrix; 0 for vectors and embeddings, which are stored as they are. A matrix is stored as [outputs, inputs], and
-        its input dimensions are the leading ones, unless `permuted` says another order.
+        its input dimensions are the leading dimensions of the leaf, unless `permuted` says another order.
       up_name: name of the tensors of up, if the leaf holds gate and up: they are at index 1 of the last stacked
         dimension, whose size is 2. '' otherwise.
       layers: number in the model of each layer of the stack; () if the stack holds all layers.
@@ -133,10 +133,10 @@ class Entry:
         tensor: (E, ..., 2F) is stored for (E, 2, ..., F).
       permuted: dimensions, without the stacked ones, in the order in which a matrix is stored; () for outputs before
         inputs.
-      whole: True if the file has all experts of a layer in one tensor of three dimensions: the first of `order`, the
-        product of those between the first and the last, and the last.
-      sections: widths of the parts of each head, of which the leaf holds one head after another; the file has the first
-        parts of all heads, then the second parts, and so on. () if the file has one head after another, too.
+      whole: True if the file has all experts of a layer in one tensor of three dimensions: the first dimension of
+        `order`, all dimensions between the first and the last flattened into one, and the last.
+      sections: widths of the parts of each head. The leaf holds one head after another; the file has the first parts of
+        all heads, then the second parts, and so on. () if the file has one head after another, too.
     """
 
     leaf: tuple[str, ...]
@@ -216,7 +216,7 @@ def to_stored(part: Any, order: Sequence[int], sections: Sequence[int], stored_s
 
 
 def _rows_by_head(rows: int, sections: Sequence[int]) -> np.ndarray:
-    """Returns the row of a stored tensor that belongs to each row of a tensor with one head after another."""
+    """Returns, for each row of a tensor with one head after another, the row in the stored tensor."""
     heads = rows // sum(sections)
     starts = [heads * sum(sections[:s]) for s in range(len(sections))]
     by_head = [
@@ -228,7 +228,7 @@ def _rows_by_head(rows: int, sections: Sequence[int]) -> np.ndarray:
 
 
 def part_of(stacked: Sequence[int], index: Sequence[Any], ndim: int) -> tuple[Any, ...]:
-    """Returns an array index that takes `index` in the stacked dimensions and everything in the others.
+    """Returns an array index that takes `index` in the stacked dimensions, and everything in the other dimensions.
 
     Args:
       stacked: numbers of the stacked dimensions.

@@ -44,7 +44,7 @@ def save(
     processes writes. The directory appears under its name only when it is complete.
 
     Args:
-      directory: directory to write, which must not exist or be empty.
+      directory: directory to write, which must be empty or not exist.
       config, params: configuration and parameters of a model without adapters (see `podrl.models.lora.merge`), as jax
         or numpy arrays.
       dtype: type of the written weights, except leaves that are float32 in every model (`Param.dtype`).
@@ -54,7 +54,7 @@ def save(
       wanted: tensors to write; None for those of a causal language model.
 
     Raises:
-      ValueError: the directory holds something, the model has adapters, or weights cannot be written in this dtype.
+      ValueError: the directory is not empty, the model has adapters, or weights cannot be written in this dtype.
     """
     if any(is_adapter(name) for stack in stacks_of(params["layers"], config) for name in stack):
         raise ValueError("A model with adapters cannot be saved as plain weights: merge it, or save the adapters.")
@@ -120,7 +120,7 @@ def finished_directory(directory: str | pathlib.Path, *, writes: bool = True) ->
         yield None
         return
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise ValueError(f"{directory} exists already: give a directory that does not, or delete it first.")
+        raise ValueError(f"{directory} exists already: give a directory that does not exist, or delete this one.")
     partial = directory.with_name(f".{directory.name}.partial-{os.getpid()}")
     partial.mkdir(parents=True)
     try:

@@ -70,7 +70,7 @@ def with_adapters(
 
 
 def check_lora(config: ModelConfig) -> None:
-    """Refuses adapters, `config.lora`, that no projection of the model gets, or whose rank exceeds the model's width.
+    """Refuses adapters, `config.lora`, that match no projection of the model, or whose rank exceeds its width.
 
     Raises:
       ValueError: the adapters are refused; the message names the key.

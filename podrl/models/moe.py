@@ -25,8 +25,8 @@ from podrl.models import tiles
 from podrl.models.config import EXPERT_PROJECTIONS, Experts, ModelConfig, quant_groups
 from podrl.types import PyTree
 
-# Names for remat policies: of the chosen experts and the order of rows, and of products of experts. Chosen experts must
-# be kept: recomputed scores may differ in the last bit, and another expert may be chosen.
+# Names for remat policies: ROUTES_NAME for the chosen experts and the order of rows, EXPERTS_NAME for products of
+# experts. Chosen experts must be kept: recomputed scores may differ in the last bit, and choose another expert.
 ROUTES_NAME, EXPERTS_NAME = "routes", "experts"
 UNKNOWN = 0  # entry of a route for which no expert is recorded; expert e is recorded as e + 1
 _LEAST, _MOST = 8, 128  # bounds of the rows in a block: with fewer, reads of weights dominate; with more, padding does
@@ -102,7 +102,7 @@ def route_bytes(config: ModelConfig) -> int:
 def routes_of(route_BTX: UInt8[Array, "B T X"], config: ModelConfig) -> Int[Array, "L B T k"]:
     """Converts routes recorded as bytes into expert numbers plus 1.
 
-    L counts the layers with experts, those of the model's first kind of layers first.
+    L counts the layers with experts; layers of the model's first kind come first.
     """
     assert config.experts is not None
     dtype, dims = route_dtype(config.experts), (*route_BTX.shape[:2], config.routed_layers, config.experts.chosen)
@@ -168,7 +168,7 @@ def route(
 
     Returns:
       The numbers of the experts that compute each token, their float32 weights, and the numbers of the experts with the
-      highest scores. The first and the last are the same for tokens without a recorded route.
+      highest scores. For tokens without a recorded route these are the experts that compute the token.
     """
     logit_XE = jnp.dot(x_XD.astype(jnp.float32), layer["router"].astype(jnp.float32), precision=lax.Precision.HIGHEST)
     if experts.beside_dense:
@@ -199,7 +199,7 @@ def route(
 
 @jax.custom_vjp
 def _with_loss(x: Array, loss: Float[Array, ""]) -> Array:
-    """Returns x; the backward pass adds the gradient of `loss` to that of the objective."""
+    """Returns x; the backward pass adds the gradient of `loss` to the objective's gradient."""
     return x
 
 
@@ -277,7 +277,7 @@ def _on_device(
     experts = config.experts
     assert experts is not None
     floats = [n for n in weights if n not in _ROUTING and f"{n}_scale" not in weights]
-    if layout.spread:  # in the type of the products: in bfloat16 this takes half of the bytes
+    if layout.spread:  # gathered in the type of the products: bfloat16 takes half of the bytes
         weights = {n: w.astype(x_BTD.dtype) if n in floats else w for n, w in weights.items()}
     # Weights are gathered inside shard_map, so that each device sums the gradient of its own part only.
     whole: dict[str, Array] = {name: _gathered(w, layout.cuts.get(name, Spec())) for name, w in weights.items()}
@@ -300,7 +300,7 @@ def _on_device(
     if leaves["expert_in"].ndim == 5:
         first = index * count
         leaves = {name: w.reshape(-1, *w.shape[2:]) for name, w in leaves.items()}
-    if layout.tensor and "expert_out_bias" in leaves:  # outputs are summed over tensor: one device adds the bias
+    if layout.tensor and "expert_out_bias" in leaves:  # outputs are summed over tensor, so one device adds the bias
         leaves["expert_out_bias"] = jnp.where(lax.axis_index(layout.tensor) == 0, leaves["expert_out_bias"], 0)
     if layout.spread:
         x_XD, expert_Xk, weight_Xk = (
@@ -444,7 +444,7 @@ def _shared(x_BTD: Array, layer: PyTree, config: ModelConfig) -> Array:
 
 
 def _gathered(x: Array, cut: Spec) -> Array:
-    """Gathers a weight over the axes that cut its model dimension (those of "embed")."""
+    """Gathers a weight over the axes that cut its model dimension (the mesh axes of "embed")."""
     model_axes = rules.DEFAULT_RULES["embed"]
     for dim, entry in enumerate(cut):
         axes = (entry,) if isinstance(entry, str) else entry or ()
@@ -460,13 +460,13 @@ def _joined(x: Array, axes: tuple[str, ...], dim: int) -> Array:
 
 
 def _scattered(axes: tuple[str, ...], dim: int, shape: tuple[int, ...], d: Array) -> tuple[Array]:
-    """Sums the gradient of `_joined` over the axes, each device its own part of `shape`.
+    """Sums the gradient of `_joined` over the axes; each device gets the sum of its own part, of shape `shape`.
 
     The parts are scattered as rows. To scatter its last dimension, a TPU adds up the whole gradient on every device,
     which sends twice the bytes.
     """
     parts = jnp.moveaxis(d.reshape(*d.shape[:dim], -1, shape[dim], *d.shape[dim + 1 :]), dim, 0)
-    rows = parts.reshape(-1, shape[-1])  # the part of a device is many rows
+    rows = parts.reshape(-1, shape[-1])  # a device's part is many of these rows
     return (lax.psum_scatter(rows, axes, scatter_dimension=0, tiled=True).reshape(shape),)
 
 
@@ -604,7 +604,7 @@ def _plan(expert_Xk: Array, form: _Form) -> _SortedRows:
     if form.tpu:
         return _sort(expert_Xk, count, 1, -(-expert_Xk.size // tiles.ROWS) * tiles.ROWS)
     block = _LEAST
-    # An expert has at least 1.5 blocks of rows: larger blocks hold more padding than their speed makes up for.
+    # An expert keeps at least 1.5 blocks of rows on average: in larger ones, padding costs more than their speed saves.
     while 3 * block * count * parts <= expert_Xk.size and block < _MOST:
         block *= 2
     return _sort(expert_Xk, count, block, (-(-expert_Xk.size // block) + min(count, expert_Xk.size)) * block)
@@ -661,7 +661,7 @@ def _factors(
     dlow_PR: Array | None,
     scale: float,
 ) -> list[tuple[str, int | None, Array | None, Array]]:
-    """Lists, for each matrix of weight `name` that trains, the two arrays whose products of rows sum to its gradient.
+    """Lists two arrays for each trained matrix of weight `name`; the outer products of their rows sum to its gradient.
 
     Returns:
       Tuples (leaf, matrix, left factor, right factor); the left factor of a bias is None, which stands for ones.

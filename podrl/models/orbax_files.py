@@ -24,7 +24,7 @@ from podrl.models.quantize import quantized_leaves
 from podrl.storage.storage import Place, absolute, first_line
 from podrl.types import PyTree
 
-CHUNK_BYTES = 1 << 26  # size of a chunk: a reader takes whole chunks, so small chunks keep a shard's surplus small
+CHUNK_BYTES = 1 << 26  # readers take whole chunks, so with small chunks they read little beyond their shards
 
 _MARK = "_METADATA"  # file that lists the leaves; it is written when all leaves are complete
 _FOLDERS = ("", "params", "default", "state")
@@ -50,8 +50,8 @@ def load(folder: Place, config: ModelConfig, mesh: Mesh, dtype: jax.typing.DType
     soon as they are read.
 
     Args:
-      folder: checkpoint of the tree of `podrl.models.parameters.param_specs`, or of this tree under the one key
-        'params', of any floating dtype and written from any mesh.
+      folder: checkpoint of the tree of `podrl.models.parameters.param_specs`, or of a tree whose only key 'params'
+        holds this tree; of any floating dtype, and written from any mesh.
       config: the model; its adapters are not read.
       mesh: devices that hold the parameters.
       dtype: storage type of the parameters.
@@ -169,11 +169,11 @@ def save(directory: str | pathlib.Path, config: ModelConfig, params: PyTree) -> 
     Exactly the processes that hold a part of `params` must call this; all return when everything is on disk.
 
     Args:
-      directory: directory to write, which must not exist or be empty.
+      directory: directory to write, which must be empty or not exist.
       config, params: configuration and parameters of a model without adapters.
 
     Raises:
-      ValueError: the directory holds something already, the model has adapters, or one process of several holds the
+      ValueError: the directory is not empty, the model has adapters, or one process of several holds the
         whole model and is not process 0.
     """
     directory = pathlib.Path(directory).absolute()
@@ -191,8 +191,8 @@ def save(directory: str | pathlib.Path, config: ModelConfig, params: PyTree) -> 
     if len(processes) == 1 and jax.process_count() > 1:  # Orbax refuses device arrays of one process of several
         if jax.process_index():
             raise ValueError(
-                f"Process {jax.process_index()} of {jax.process_count()} holds the whole model: of processes that save "
-                "alone, Orbax serves process 0 only. Spread the model over several, or save it with podrl.models.save."
+                f"Process {jax.process_index()} of {jax.process_count()} holds the whole model: a process that "
+                "saves alone with Orbax must be process 0. Spread the model over several, or use podrl.models.save."
             )
         params = jax.tree.map(np.asarray, params)
     if directory.exists() and any(directory.iterdir()):

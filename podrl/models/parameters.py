@@ -59,7 +59,7 @@ def projection_inputs(name: str) -> int:
 
 
 def grouped_dim(name: str) -> int:
-    """Returns the dimension of a layer's weight in which inputs that share a scale of integer weights lie."""
+    """Returns the dimension of a layer's weight along which groups of inputs share a scale in integer storage."""
     return moe.GROUPED_DIM[name] if name in EXPERT_PROJECTIONS else projection_inputs(name) - 1
 
 

@@ -56,7 +56,7 @@ _FIXED: dict[str, tuple[object, ...]] = {
     "trainable_token_indices": (None,),
 }
 
-# PEFT's names of the parameters of all experts in `transformers`; Gemma 4's shorter names are the ends of these.
+# PEFT's names of the parameters of all experts in `transformers`; Gemma 4's names are the ends of these names.
 _PARAMETERS = {name: f"mlp.experts.{parameter}" for name, parameter in EXPERT_PROJECTIONS.items()}
 
 
@@ -71,13 +71,13 @@ def save_adapters(
     """Writes the adapters of a model so that `peft` loads them on top of the base model.
 
     Args:
-      directory: directory to write, which must not exist or be empty.
+      directory: directory to write, which must be empty or not exist.
       config, params: configuration and parameters of a model with adapters; leaves other than adapters are not read.
-      base: path or name of the base model, which the files name for PEFT.
+      base: path or name of the base model, for the field of adapter_config.json from which PEFT loads it.
       dtype: type of the written matrices.
 
     Raises:
-      ValueError: the model has no adapters, or some that PEFT cannot load; or the directory holds something.
+      ValueError: the model has no adapters, or adapters that PEFT cannot load; or the directory is not empty.
     """
     wanted = entries(config, adapters=True)
     if not wanted:

@@ -51,7 +51,7 @@ def prefix_attention(
     """Computes `podrl.models.attention.attention` with shared tokens on one device, forward and backward, in kernels.
 
     Online softmax over key blocks (arXiv 2205.14135). The backward pass recomputes the weights from the scores and
-    their logsumexp, once for the gradient of the queries and once for that of keys and values (arXiv 2307.08691,
+    their logsumexp, once for the gradient of queries and once for the gradients of keys and values (arXiv 2307.08691,
     section 3.1).
 
     Args:
@@ -181,7 +181,7 @@ def needed_blocks(bounds_BXT: Int[Array, "B 8 T"], window: Int[Array, ""], size:
 
 
 def _pairs(needed_Bij: Bool[Array, "B i j"], *, by_keys: bool) -> BlockPairs:
-    """Lists the needed pairs of blocks by row, then by query block (by key block if `by_keys`), in ascending order."""
+    """Lists the needed pairs of blocks in ascending order of row, then of query block (key block if `by_keys`)."""
     B, n, _ = needed_Bij.shape
     i_P, j_P = np.tril_indices(n)
     stays_P, changes_P = (j_P, i_P) if by_keys else (i_P, j_P)

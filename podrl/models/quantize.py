@@ -24,7 +24,7 @@ def quantize(weight: Array, *, axis: int, groups: int, dtype: str) -> tuple[Arra
 
     Args:
       weight: array of any shape and floating dtype.
-      axis: dimension that is cut into groups; every index of the other dimensions has scales of its own.
+      axis: dimension that is cut into groups; each index of the other dimensions has its own scales.
       groups: number of groups; must divide the size of the dimension.
       dtype: integer type: 'int8' or 'int4'.
 

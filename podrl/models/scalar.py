@@ -73,7 +73,7 @@ def on_trunk(params: PyTree, config: ModelConfig, mesh: Mesh, dtype: jnp.dtype) 
     if mesh.is_multi_process and elsewhere:
         trunk = Publisher(trunk, wanted).publish(trunk, 0).params
     else:
-        # What waits in the host's memory (trainer.offload='base') stays there.
+        # Leaves that wait in the host's memory (trainer.offload='base') stay there.
         kinds = jax.tree.map(lambda x, to: to.with_memory_kind(x.sharding.memory_kind), trunk, wanted)
         trunk = jax.device_put(trunk, kinds)
     trainable, frozen = split_trainable({**trunk, HEAD: head}, config)

@@ -73,7 +73,7 @@ def _gemma3(
 def _gemma4_small(
     dim: int, ffn: int, layers: int, kv_heads: int, *, every: int, shared: int, wide: bool
 ) -> ModelFields:
-    """Fields of a small Gemma 4: one layer of `every` has no window, the last `shared` reuse the keys of others."""
+    """Fields of a small Gemma 4: one layer of `every` has no window; the last `shared` layers reuse earlier keys."""
     return {
         "model_type": "gemma4_text",
         "vocab_size": 262_144,
@@ -133,7 +133,7 @@ def _qwen3(dim: int, ffn: int, layers: int, heads: int, *, tied: bool) -> ModelF
 
 
 def _qwen3_moe(dim: int, expert: int, layers: int, heads: int) -> ModelFields:
-    """Fields of a Qwen 3 with 128 experts, of which 8 compute each token; `expert` is an expert's inner dimension."""
+    """Fields of a Qwen 3 with 128 experts, with 8 for each token; `expert` is an expert's inner dimension."""
     dense = _qwen3(dim, 3 * dim, layers, heads, tied=False)
     return dense | {
         "model_type": "qwen3_moe",
@@ -164,7 +164,7 @@ def _qwen35(dim: int, layers: int, heads: int, kv_heads: int, **more: Any) -> Mo
 
 
 def _qwen35_moe(dim: int, expert: int, layers: int, heads: int, kv_heads: int) -> ModelFields:
-    """Fields of a Qwen 3.5 with 256 experts, of which 8 compute each token, and a shared one, all of the same width."""
+    """Fields of a Qwen 3.5 with 256 experts, with 8 for each token, and a shared expert, all of the same width."""
     experts = {"num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": expert}
     experts |= {"model_type": "qwen3_5_moe_text", "shared_expert_intermediate_size": expert}
     return _qwen35(dim, layers, heads, kv_heads, **experts)
@@ -335,7 +335,7 @@ def table_parameter_count(config: ModelConfig) -> int:
 def parameters_of_a_token(params: PyTree, config: ModelConfig) -> int:
     """Counts the parameters whose products compute one token.
 
-    The token's share of the routed experts counts. A table of which a token only reads a row does not count: the
+    The token's share of the routed experts counts. A table does not count if a token only reads a row of it: the
     per-layer embeddings, and the token embeddings unless they are also the output layer.
 
     Args:

@@ -232,7 +232,7 @@ def _weight_map(index_path: Place) -> dict[str, str]:
         if not isinstance(file, str) or file in ("", ".", "..") or set(file) & set("/\\\0"):
             raise ValueError(
                 f"{index_path} says that tensor {tensor} is in {file!r}: an index may only name files that lie beside "
-                "it. Get the checkpoint again from where you trust it."
+                "it. Get the checkpoint again from a source that you trust."
             )
     return weight_map
 

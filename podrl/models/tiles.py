@@ -2,19 +2,19 @@
 
 The kernels (megablox) compute a tile of rows once for each expert with rows in it, so with large tiles most products of
 a decode step, where an expert has a few rows, are thrown away. They read an expert's matrix again for every tile of
-rows, unless one tile holds the whole contracted dimension. So a tile has few rows, as far as the matrix unit stays
-busy, and as much of the matrix as near memory holds.
+rows, unless one tile holds the whole contracted dimension. So a tile has as few rows as keep the matrix unit busy,
+and as much of the matrix as near memory holds.
 """
 
 from collections.abc import Callable
 
 ROWS = 512  # largest number of rows of a tile; the number of rows is padded to a multiple of it
 _LEAST_ROWS = 128  # with fewer, the matrix unit waits for weights
-_TILES = 4  # an expert's rows fill at least this many tiles, where a tile is larger than the least
+_TILES = 4  # a tile has more than the least rows only if an expert's rows then fill this many tiles
 _LANES = 128  # a tile's width is a multiple of this, or the whole dimension
 _CONTRACTED, _OTHER = 4096, 1024  # largest widths
-_WASTED = 0.07  # largest share of a dimension's size that its last tile may exceed it by
-_NEAR_BYTES = 12 << 20  # of the 16 MiB of near memory that a kernel may use on the smallest chip
+_WASTED = 0.07  # largest share of a dimension's size by which its last tile may exceed it
+_NEAR_BYTES = 12 << 20  # part that is used of the 16 MiB of near memory that a kernel has on the smallest chip
 
 
 def row_tile(rows: float) -> int:

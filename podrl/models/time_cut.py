@@ -25,7 +25,7 @@ def over_time(run: Attend, blockwise: Attend, axis: str, size: int, block: int) 
     The returned function has the arguments of `run`, (q_BTNH, k_BTKH, v_BTKH, segment_BT, window, sinks, *shared), with
     the device's part of each row; see `podrl.models.attention.attention`. It exchanges heads if the query heads divide
     by `size`, and gathers keys otherwise. Causal masks leave every device the same amount of work in both cases, unless
-    a device's tokens do not halve (see `_gathered`).
+    a device has an odd number of tokens (see `_gathered`).
 
     Args:
       run: attention over whole rows, in any form.
@@ -74,8 +74,8 @@ def _gathered(blockwise: Attend, axis: str, size: int, block: int) -> Attend:
 
     The row has 2 size equal parts. Device d computes parts d and 2 size - 1 - d, one near each end of the row, so that
     causal masks leave all devices the same amount of work (zigzag, as in arXiv 2407.21783, section 3.3.2). Permutations
-    send the parts to their devices and back. If a device's tokens do not halve, every device keeps its own tokens, and
-    the last device has the most work.
+    send the parts to their devices and back. If the number of a device's tokens is odd, every device keeps its own
+    tokens, and the last device has the most work.
     """
 
     def owner(part: int) -> int:

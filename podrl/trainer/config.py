@@ -62,9 +62,9 @@ class RLTrainingConfig(AdamSettings):
       micro_batch_sequences: sequences of the greatest length that a micro-batch must hold; replaces
         train_micro_batch_size where a micro-batch should hold less than the samples of one prompt.
       max_tokens_per_row: length of a packed row in tokens, a multiple of the mesh's seq. None takes the greatest length
-        of a sequence, or 1.65 times it if it is at most 256 tokens (most pairs of sequences then fit one row), rounded
-        up to a multiple of 32 (CPU) or 128 for each part along time. If prompts are shared and sequences can be longer,
-        None makes room for as many samples of a group as a device can hold.
+        of a sequence, or 1.65 times this length if it is at most 256 tokens (most pairs of sequences then fit one row),
+        rounded up to a multiple of 32 (CPU) or 128 for each part along time. If prompts are shared and sequences can be
+        longer, None makes room for as many samples of a group as a device can hold.
       share_prompts: True if samples of a prompt that lie in one row share the prompt's tokens; None is True. The
         gradient is the same, except that dropout in adapters drops the same inputs of a shared token for all samples.
       param_dtype: storage type of trainable parameters. With bfloat16 the optimizer keeps a float32 master copy.
@@ -76,8 +76,8 @@ class RLTrainingConfig(AdamSettings):
         update moves them to the devices and back in parts, such as a layer. The arithmetic is the same, though CPUs and
         GPUs may round the last bit in other places. 'reference' keeps the weights of the reference (or of the teacher
         in its place) in the host's memory, and copies them to the devices for each scoring. 'base' keeps the matrices
-        of the frozen layers under adapters there, and copies a layer's to the devices whenever they are used. 'all' is
-        all of these, as far as the job has them; 'none' keeps everything on the devices.
+        of the frozen layers under adapters in the host's memory, and copies a layer's matrices to the devices whenever
+        they are used. 'all' moves all of these that the job has; 'none' keeps everything on the devices.
       warmup_fraction: share of all updates over which the learning rate rises.
       critic_learning_rate: peak learning rate of the critic.
       balance_coef: coefficient of the balance loss of the policy's experts (E x sum of f_e P_e, mean over tokens and
@@ -170,7 +170,7 @@ class RLTrainingConfig(AdamSettings):
         return self.offload in ("base", "all")
 
     def place_frozen(self, frozen: PyTree, lora: LoraConfig, mesh: Mesh) -> PyTree:
-        """Returns a model's frozen parameters where they belong between their uses: on `mesh`, or on its hosts.
+        """Returns a model's frozen parameters at the place where they are kept: on `mesh`, or on its hosts.
 
         Args:
           frozen: frozen parameters, as arrays or shapes with placements.

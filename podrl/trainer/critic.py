@@ -26,7 +26,7 @@ class ScoreForward(Trunk):
     """Runs a reward model's forward pass."""
 
     def __call__(self, params: PyTree, layout: Layout, dropout_key: PRNGKeyArray | None = None) -> Float[Array, "B T"]:
-        """Computes the score after each token; with a dropout key as in `hidden`."""
+        """Computes the score after each token; a dropout key has the same effect as in `hidden`."""
         return scalar.scores(params, self.hidden(params, layout, dropout_key))
 
 
@@ -59,7 +59,7 @@ def make_critic_step(
 
     Args:
       config: the model.
-      loss: loss on the numbers; the batch has the rows that it reads.
+      loss: loss on the numbers; the batch has the rows that the loss reads.
       optimizer: optimizer of the trainable parameters.
       mesh: devices that hold the state and the batch.
       dtype: compute dtype.

@@ -156,7 +156,7 @@ def loss(value: object, arguments: Mapping[str, object], key: str) -> Callable[.
     return call
 
 
-_BRANCH = "truth value of an array"  # in numpy's and jax's words about `if` on an array
+_BRANCH = "truth value of an array"  # words of numpy's and jax's errors about `if` on an array
 # Tokens on which a user's loss is tried: log-probabilities now and under the old policy, and advantages.
 _LOGPROB_BT = np.array([[-0.5, -1.25, -0.125], [-2.0, -0.75, -0.25]], np.float32)
 _OLD_BT = _LOGPROB_BT + np.array([[0.0, 0.75, -0.125], [0.25, 0.0, -0.5]], np.float32)
@@ -164,9 +164,9 @@ _ADVANTAGE_BT = np.array([[1.0, 1.0, 1.0], [-1.0, -1.0, 0.0]], np.float32)
 
 
 def _try_numbers(call: Callable[..., Any], key: str) -> None:
-    """Refuses a token loss that gives NaN or infinity, and one whose step moves no token, or every token the wrong way.
+    """Refuses a token loss with NaN or infinity, or whose step moves no token, or every token in the wrong direction.
 
-    It is tried on two small batches. In the first, both policies are equal, as in an update by fresh samples.
+    The loss is tried on two small batches. In the first, both policies are equal, as in an update on fresh samples.
     """
     mask_BT, segment_BT = jnp.ones((2, 3), jnp.float32), jnp.zeros((2, 3), jnp.int32)
     context = dict(zip(CONTEXT, (mask_BT, 3 * mask_BT, segment_BT), strict=True))

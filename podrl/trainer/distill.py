@@ -31,8 +31,8 @@ class TeacherParts:
         frozen parameters, the teacher's parameters).
       score: function that scores the policy's likeliest ids under the teacher once a step, see `make_top_k_fns`; None
         if the update does not need it.
-      likely: function that lists the policy's likeliest ids and does nothing else, for a teacher whose rows are not
-        those of the policy; None if the update does not need it.
+      likely: function that only lists the policy's likeliest ids, for a teacher that reads other rows than the policy;
+        None if the update does not need it.
       score_ids: function that scores these ids under the teacher, in the teacher's rows (IdRows); None if the update
         does not need it.
     """
@@ -61,7 +61,7 @@ def teacher_parts(how: Distillation, forward: Forward, teacher: ModelConfig) -> 
     if teacher.vocab_size < ids:
         raise ValueError(
             f"grpo.teacher_kl={how.kl!r} compares all {ids} token ids of the policy, and the teacher "
-            f"(model.reference) has {teacher.vocab_size}: give one that has them, or set grpo.teacher_kl='sampled'."
+            f"(model.reference) has {teacher.vocab_size}: give one with all of them, or set grpo.teacher_kl='sampled'."
         )
     trunk = Trunk(config=teacher, mesh=forward.mesh, dtype=forward.dtype)
     if how.kl == "full":

@@ -238,7 +238,7 @@ def _compare(hidden_BTD, matrix_VD, their_hidden_BTE, theirs_VE, target_BT, *, h
 
 
 def _over(new, top_X, their_top_X, sum_X, their_sum_X, weighted_X, gap_X) -> tuple[Array, Array, Array, Array]:
-    """Converts running sums from the old largest logits of policy and teacher to the `new` ones.
+    """Converts running sums from the old largest logits of policy and teacher to the `new` largest logits.
 
     All sums use logits minus the largest logit. For likely ids this difference is small, so it keeps its precision;
     sums of the logits themselves would lose it when they are subtracted in the KL.

@@ -138,12 +138,12 @@ def head_of(
         if T % _size(mesh, time_axes):
             raise ValueError(
                 f"Packed rows of {T} tokens do not split over {_size(mesh, time_axes)} parts along time "
-                f"({' x '.join(time_axes)}): trainer.max_tokens_per_row must be a multiple of that."
+                f"({' x '.join(time_axes)}): trainer.max_tokens_per_row must be a multiple of that number."
             )
         if B % _size(mesh, row_axes):
             raise ValueError(
                 f"{B} packed rows do not split over {_size(mesh, row_axes)} data shards "
-                f"({' x '.join(row_axes)}): rows per micro-batch must be a multiple of that."
+                f"({' x '.join(row_axes)}): rows per micro-batch must be a multiple of that number."
             )
     else:
         mesh = None

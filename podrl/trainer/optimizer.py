@@ -47,12 +47,13 @@ class AdamSettings:
 
 @dataclasses.dataclass(frozen=True)
 class Optimizer:
-    """A gradient transformation, with what the train step must know about it.
+    """A gradient transformation, and the facts about it that a train step needs.
 
     Attributes:
       transform: the gradient transformation.
       schedule: learning-rate schedule, which only metrics read; None if it is unknown.
-      on_host: True if its state waits in the host's memory between updates, except for values as small as counters.
+      on_host: True if the optimizer's state waits in the host's memory between updates, except for values as small as
+        counters.
     """
 
     transform: optax.GradientTransformation

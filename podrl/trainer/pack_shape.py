@@ -35,7 +35,7 @@ class PackShape:
       shared: True if sequences of a row that begin with the same tokens share these tokens.
       whole: True if all pieces of a sample lie in one row, for a loss with terms over whole samples; layouts then
         number the samples of a row.
-      tree: True if pieces of samples share all tokens with which pieces of their group begin, and not only a prompt.
+      tree: True if pieces of a group share all first tokens that they have in common, and not only the prompt.
     """
 
     micro_batches: int
@@ -151,7 +151,7 @@ def pack_shape(
         micro = _ceil(sequences, count)
     rows = per_device * shards
     if micro is not None and max_length <= tokens:
-        # Rows made longer for shared prompts are made fewer, so that memory stays that of `micro` sequences.
+        # If rows are longer because prompts are shared, use fewer rows, so that memory stays that of `micro` sequences.
         rows = _ceil(micro * max_length, tokens) if shared else _ceil(micro, tokens // max_length)
         if limit:
             rows = min(rows, per_device * shards)

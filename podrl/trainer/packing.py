@@ -61,7 +61,7 @@ class Pieces:
 
     @staticmethod
     def one_each(length_B: Int[np.ndarray, " B"]) -> "Pieces":
-        """Makes one sequence of each sample, whose lengths are `length_B`."""
+        """Makes one sequence of each sample; `length_B` are the lengths of the samples."""
         return Pieces(len(length_B), np.arange(len(length_B)), np.zeros(len(length_B), np.int64), length_B)
 
     @staticmethod
@@ -167,7 +167,7 @@ class Placement:
 
     @functools.cached_property
     def _own(self) -> Bool[np.ndarray, " X"]:
-        """Marks the tokens of `_tokens` that their sequence does not take from its parent."""
+        """Marks the tokens of `_tokens` that are their sequence's own, and not shared with its parent."""
         return self._tokens[1] >= self.shared_B[self._tokens[0]]
 
     def scatter(
@@ -367,7 +367,7 @@ def place_samples(rollouts: Rollouts, chosen_n: Int[np.ndarray, " n"], shape: Pa
 
 
 def _prefixes(rollouts: Rollouts, chosen_n: Int[np.ndarray, " n"], pieces: Pieces) -> SharedPrefixes:
-    """Returns the prompts that the first pieces of samples share; other pieces share nothing."""
+    """Returns the prompts that the first pieces of samples share; later pieces share nothing."""
     prefixes = SharedPrefixes.of_prompts(rollouts.prompts.length_P, rollouts.group_B)
     prefixes = prefixes.chosen(np.asarray(chosen_n)[pieces.sample_B])
     return SharedPrefixes(prefixes.group_B, np.where(pieces.begin_B == 0, prefixes.length_B, 0))
@@ -406,7 +406,7 @@ _Tree = list[tuple[int, int, int]]
 
 @dataclasses.dataclass(frozen=True)
 class _Forest:
-    """The sequences to place, and the tokens with which they begin alike.
+    """The sequences to place, and the first tokens that they have in common.
 
     Attributes:
       pieces: the sequences to place, followed by one sequence for each prompt that samples share.
@@ -416,7 +416,7 @@ class _Forest:
       alike_B: number of first tokens that the two share.
       most_B: largest number of tokens that a sequence may share, so that each of its loss tokens is its own and has its
         predecessor in the same segment.
-      prompt_F: number of the prompt that each row with sequences of a family has; -1 for none.
+      prompt_F: sequence of the prompt that every row with sequences of a family also holds; -1 for none.
     """
 
     pieces: Pieces
@@ -438,7 +438,7 @@ class _Forest:
 
     @staticmethod
     def apart(pieces: Pieces, unit_B: Int[np.ndarray, " B"]) -> "_Forest":
-        """Lists sequences that share nothing; those with the same number in `unit_B` lie in one row."""
+        """Lists sequences that share nothing; sequences with the same number in `unit_B` lie in one row."""
         B = len(pieces.length_B)
         families = [[unit] for unit in _listed(unit_B, range(B)).values()]
         return _Forest(pieces, families, [-1] * B, [0] * B, [0] * B, [-1] * len(families))
@@ -473,7 +473,7 @@ class _Forest:
     def grown(
         rollouts: Rollouts, chosen_n: Int[np.ndarray, " n"], pieces: Pieces, unit_B: Int[np.ndarray, " B"]
     ) -> "_Forest":
-        """Lists pieces of samples, with all tokens with which pieces of the same group begin alike."""
+        """Lists pieces of samples; pieces of one group share all first tokens that they have in common."""
         like_B, alike_B, most_B = [], [], []
         known: dict[int, list[tuple[bytes, int]]] = {}  # by group, in the order of the tokens
         row_B = np.asarray(chosen_n)[pieces.sample_B]
@@ -495,14 +495,14 @@ class _Forest:
         return _Forest(pieces, list(families.values()), like_B, alike_B, most_B, [-1] * len(families))
 
     def tree(self, units: Sequence[list[int]], prompt: int, room: float = np.inf) -> tuple[list[list[int]], _Tree, int]:
-        """Joins units of a family to a tree: each in turn if the tree still fits into `room` tokens.
+        """Joins units of a family to a tree, one after the other; leaves out units that do not fit into `room` tokens.
 
         Returns:
-          The units that fit, the tree of their sequences, and the number of its tokens.
+          The units that fit, the tree of their sequences, and the number of the tree's tokens.
         """
         tree: _Tree = [(prompt, -1, 0)] if prompt >= 0 else []
         size = self.lengths[prompt] if prompt >= 0 else 0
-        # For a sequence whose tokens are a path in the tree: (number of these tokens, index in the tree).
+        # By sequence: (number of its first tokens that are a path in the tree, index of the path's end in the tree).
         ends: dict[int, tuple[int, int]] = {prompt: (size, 0)} if prompt >= 0 else {}
         taken = []
         for unit in units:
@@ -572,7 +572,8 @@ class _Rows:
         """Places the families, the largest first, by first-fit decreasing.
 
         A family that does not fit as a whole into any open row is split, if the part in the emptiest open row has more
-        tokens than the split makes the trainer compute twice. Otherwise a new row takes as much of the family as fits.
+        than two times as many tokens as the split makes the trainer compute again. Otherwise a new row takes as much of
+        the family as fits.
         """
         self._forest, self._tokens = forest, tokens
         self.load: list[int] = []

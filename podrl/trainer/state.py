@@ -29,7 +29,7 @@ def abstract_state(
     """Returns (state, frozen parameters) as shapes, dtypes and shardings, for restoring checkpoints and compiling.
 
     Args:
-      config: the model; under LoRA the state holds the adapters and their optimizer state, all else is frozen.
+      config: the model; under LoRA the state holds the adapters and their optimizer state, and the rest is frozen.
       optimizer: optimizer of the trainable parameters.
       mesh: mesh of the trainer.
       dtype: type of the stored parameters.
@@ -40,11 +40,12 @@ def abstract_state(
 
 
 def abstract_train_state(trainable: PyTree, optimizer: Optimizer, mesh: Mesh) -> TrainState:
-    """Returns the abstract state of abstract trainable parameters; optimizer leaves are sharded as their parameter.
+    """Returns the abstract state of abstract trainable parameters; optimizer leaves are sharded like their parameters.
 
     Args:
       trainable: shapes, dtypes and shardings of the trainable parameters.
-      optimizer: optimizer of these parameters; if its state is on the host, so are the leaves that can be cut in parts.
+      optimizer: optimizer of these parameters; if its state is on the host, leaves that can be cut into parts lie
+        there.
       mesh: mesh of the trainer, on which all other leaves are replicated.
     """
     whole = rules.replicated(mesh)

@@ -97,7 +97,7 @@ def make_update(
     The random numbers of a forward pass depend only on (seed, step, micro-batch), so a resumed run draws the numbers
     that it would have drawn without the interruption.
 
-    Metrics (float32 scalars): those of the objective, `{prefix}/grad_norm` (before clipping), `{prefix}/lr` if the
+    Metrics (float32 scalars): the objective's metrics, `{prefix}/grad_norm` (before clipping), `{prefix}/lr` if the
     optimizer's schedule is known, and `{prefix}/nonfinite`.
 
     Args:
@@ -108,8 +108,8 @@ def make_update(
       mesh: devices that hold the state and the batch.
       prefix: group of the metrics that the update adds.
       seed: seed of the random numbers of a forward pass.
-      balanced: function of the loss's denominator per token of the batch that returns the objective to differentiate,
-        for a term that is a mean over tokens; None differentiates `objective`.
+      balanced: function that takes the loss's denominator divided by the batch's tokens, and returns the objective to
+        differentiate, with a term that is a mean over tokens; None differentiates `objective`.
     """
 
     def step(state: TrainState, frozen: PyTree, batch: Batch[Any]) -> tuple[TrainState, DeviceMetrics]:
@@ -143,7 +143,7 @@ def make_update(
 def _updated(
     optimizer: Optimizer, grads: PyTree, finite: Array, params: PyTree, opt_state: PyTree, **norm: Array
 ) -> tuple[PyTree, PyTree]:
-    """Makes an update unless it is not `finite`: (parameters, optimizer state).
+    """Makes an update if it is `finite`; returns (parameters, optimizer state).
 
     Args:
       optimizer: optimizer of the parameters.
@@ -151,7 +151,7 @@ def _updated(
       finite: True if the gradients and the loss are finite; if not, parameters and optimizer state keep their values.
       params: parameters before the update.
       opt_state: optimizer state before the update.
-      norm: keyword `norm`, the global norm of all gradients, where `grads` holds only a part of them.
+      norm: keyword `norm`, the global norm of all gradients, if `grads` holds only a part of them.
     """
     with jax.numpy_dtype_promotion("standard"):  # optax transformations of users may mix dtypes
         updates, new_state = optimizer.transform.update(grads, opt_state, params, **norm)
@@ -169,7 +169,7 @@ def _updated_in_parts(
     """Makes the update of `_updated` part by part, with an AdamState that waits in the host's memory.
 
     A loop moves the state of one part of the parameters (one layer, say) to the devices, and back after its update. No
-    compiler can move the state out of the loop, so it takes memory of the devices for one part only.
+    compiler can move the state out of the loop, so the state takes memory of the devices for one part only.
 
     Args:
       optimizer: AdamW.
@@ -316,7 +316,7 @@ def make_token_weight_fn(
 
 
 def _read_by_hosts(program: Callable, mesh: Mesh) -> Callable:
-    """Compiles a program whose results any host of the mesh can read whole."""
+    """Compiles a program so that every host of the mesh can read all of its results."""
     return jax.jit(program, out_shardings=rules.replicated(mesh)) if mesh.is_multi_process else jax.jit(program)
 
 
@@ -333,7 +333,7 @@ def _accumulate(
     mesh: Mesh,
     placed: PyTree,
 ) -> tuple[PyTree, Ratio, dict[str, Ratio]]:
-    """Sums the float32 gradients of the loss's numerator, the loss and its metrics over the filled micro-batches.
+    """Sums, over the filled micro-batches, the float32 gradients of the loss's numerator, the loss and its metrics.
 
     Args:
       objective: objective to minimise.
@@ -369,7 +369,7 @@ def _accumulate(
 
 
 def _count_per_token(objective: Objective, params: PyTree, batch: Batch[Any], key: PRNGKeyArray) -> Array:
-    """Computes the loss's denominator over the number of tokens, padding aside, both over all filled micro-batches.
+    """Divides the loss's denominator by the number of tokens without padding, both summed over filled micro-batches.
 
     Only the objective's denominator is used, so the compiler drops the forward pass unless the denominator needs it.
     """

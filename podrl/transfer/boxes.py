@@ -1,7 +1,7 @@
 """Cuts shards into the boxes of a plan, and joins boxes into shards, by compiled programs.
 
 Every program runs on all devices of one mesh without communication. A program depends only on shapes and the mesh, so
-equal buckets share one. The parts of a large leaf share one too, because the start of the part is an argument.
+equal buckets share a program. So do the parts of a large leaf, because the start of a part is an argument.
 """
 
 import dataclasses
@@ -58,7 +58,7 @@ class Boxes:
 
     @property
     def travelling(self) -> tuple[int, ...]:
-        """Returns the shape of one sent piece: a box, or a part of one."""
+        """Returns the shape of one sent piece: a box, or a part of a box."""
         if not self.part_size:
             return self.box
         return (*self.box[: self.part_axis], self.part_size, *self.box[self.part_axis + 1 :])
@@ -73,7 +73,7 @@ def lifted(shape: tuple[int, ...], mesh: Mesh) -> tuple[tuple[int, ...], NamedSh
 
 @functools.lru_cache(maxsize=1024)
 def cut_program(mesh: Mesh, boxes: tuple[Boxes, ...]) -> Callable[[Array | None, Sequence[Array]], Sequence[Columns]]:
-    """Compiles a program that cuts leaves into boxes: (start, leaves) -> for each leaf one array per slot, cast.
+    """Compiles a program that cuts and casts leaves: (start, leaves) -> for each leaf one array of boxes per slot.
 
     Each array has one box on every device. `start` is the index at which the part begins along the part axis: an int32
     scalar on the mesh, or None for whole boxes.
@@ -233,7 +233,7 @@ class Cutter(_End):
         """Cuts the shards of some leaves into boxes of the target dtype.
 
         Args:
-          leaves: leaves of the plan by their position, placed as the plan says; the chosen ones suffice.
+          leaves: leaves of the plan by their position, placed as the plan says; only chosen leaves are read.
           chosen: positions of the leaves to cut.
           part: number of the part to cut from every box; None for whole boxes.
 

@@ -103,5 +103,5 @@ class RelayoutTransport:
 
 
 def _devices(shardings: Sequence[Sharding]) -> list[JaxDevice]:
-    """Lists the devices of the one mesh that all the shardings are on, in its order."""
+    """Lists the devices of the mesh that all the shardings lie on, in the mesh's order."""
     return list(cast(Mesh, named(shardings[0]).mesh).devices.flat) if shardings else []

@@ -1,6 +1,6 @@
 """Plans which boxes each collective between two meshes moves, and compiles the programs before and after it.
 
-A leaf crosses in rounds: in each round a device sends at most one box and receives at most one. The boxes of several
+A leaf crosses in rounds: in each round a device sends and receives at most one box. The boxes of several
 leaves whose rounds have the same links share a message. The links between hosts are the bottleneck, so no value crosses
 them twice: a leaf that the target mesh replicates arrives cut further over the axes that replicate it, and is then
 spread inside the target mesh.
@@ -76,7 +76,7 @@ class Rounds:
 
     @classmethod
     def of(cls, leaf: LeafPlan) -> "Rounds":
-        """Builds the rounds of a leaf; there are as few as its busiest device has boxes to send or to receive."""
+        """Builds the rounds of a leaf: as many as the boxes that its busiest device sends or receives."""
         colour_E = _colours(
             leaf.source_WM.astype(np.int64).tobytes(), leaf.source_WM.shape, len(leaf.source.device_ids)
         )
@@ -155,7 +155,7 @@ class Tables:
         self.table_WC: Int[np.ndarray, "W C"] = np.stack(columns, axis=1).astype(np.int32) if columns else empty_W1
 
     def value(self, table: int, column: int, row_C: Int[Array, " C"]) -> int | Array:
-        """Returns a device's value in a table's column: a Python number, or one read from its row of `table_WC`."""
+        """Returns a device's value in a table's column: a Python number, or an entry of its row of `table_WC`."""
         same, value = self._places[table][column]
         return value if same else row_C[value]
 
@@ -231,8 +231,8 @@ class BucketPrograms:
       blank: program on the target mesh, () -> buffers of zeros, where the messages arrive.
       cross: program on both meshes, buffers -> buffers, each moved over its links. The buffers are not donated: on CPU
         donation costs a copy.
-      unpack: program on the target mesh, (start, round table, buffers, the part of the leaf that has arrived if the
-        leaf crosses in parts) -> leaves and a token that is ready when the leaves are.
+      unpack: program on the target mesh, (start, round table, buffers, leaf so far) -> leaves and a token that is ready
+        when the leaves are. 'leaf so far' is a list: empty unless the bucket is a leaf that crosses in parts.
       slots: tables of the slot that each source device sends of each leaf in each round.
       rounds: tables of the round in which each slot of each leaf arrives on each target device.
     """
@@ -289,8 +289,8 @@ def bucket_programs(leaves: Sequence[Crossing], union: Mesh, *, in_parts: bool, 
       leaves: the bucket's leaves.
       union: mesh of all devices in one row, the source mesh's devices first.
       in_parts: True if the bucket is one leaf that crosses part by part.
-      flat_bytes: boxes of one shape that together have fewer bytes than this on one device share a message with boxes
-        of other shapes.
+      flat_bytes: number of bytes. Boxes of one shape that have fewer bytes than this, all together on one device, share
+        a message with boxes of other shapes.
     """
     source, target = cast(Mesh, leaves[0].source.mesh), cast(Mesh, leaves[0].target.mesh)
     messages = _messages(leaves, flat_bytes)

@@ -1,7 +1,7 @@
 """Carries out a transfer plan over any transport: bucket by bucket, with a few buckets in flight.
 
 A transport cuts the leaves of a bucket, sends the boxes, and joins them at the target. `Publisher` and `PullReceiver`
-compare the leaves that arrived with those that were sent.
+compare the leaves that arrived with the leaves that were sent.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ class Move:
       leaves: source arrays in the order of the plan; None on a process that only receives.
       out: target arrays in the order of the plan; None for a leaf that is not made yet, and for every leaf on a process
         that only sends.
-      replacing: arrays like the result, deleted or overwritten as their successors are made; None to replace nothing.
+      replacing: arrays like the result, deleted or overwritten when the new arrays are made; None to replace nothing.
       donate: True to delete the source arrays once they have been read.
       kept: values that a transport keeps from bucket to bucket; dropped at the end of the move.
     """
@@ -84,14 +84,14 @@ def drive(
     donate: bool = False,
     replacing: Sequence[Array] | None = None,
 ) -> list[Array]:
-    """Moves the leaves of a tree by a transport, and waits for the last.
+    """Moves the leaves of a tree by a transport, and waits until the last leaf has arrived.
 
     Args:
       transport: transport made for the leaves' shardings.
       leaves: arrays placed as the plan says; None on a process outside the source mesh.
-      donate: True to give the sources up: a leaf that need not move becomes the result itself, the others are deleted
-        once they have been read.
-      replacing: arrays like the result that are deleted or overwritten, bucket by bucket, as their successors are made.
+      donate: True to give the sources up: a leaf that need not move becomes the result itself, and every other leaf is
+        deleted once it has been read.
+      replacing: arrays like the result that are deleted or overwritten, bucket by bucket, when the new arrays are made.
         So a target device never holds more than the new leaves, the old leaves still to be replaced, and the staged
         buckets. None to replace nothing.
 

@@ -64,7 +64,7 @@ class PathwaysTransport:
         Args:
           plan: plan made from `sources` and `targets`.
           sources, targets: sharding of each leaf before and after the move.
-          reshard: function that moves arrays, with the signature of `service_reshard`'s result; None to use that.
+          reshard: function that moves arrays, with the signature of `service_reshard`'s result; None uses the service.
 
         Raises:
           ValueError: pathwaysutils is not installed.

@@ -152,7 +152,7 @@ class LeafPlan:
 
     @property
     def part_box(self) -> tuple[int, ...]:
-        """Returns the shape of one sent piece: a box, or a part of one."""
+        """Returns the shape of one sent piece: a box, or a part of a box."""
         box = list(self.box)
         if self.parts > 1:
             box[self.part_axis] = self.part_size
@@ -189,7 +189,7 @@ class Bucket:
       leaves: positions of the leaves in `TransferPlan.leaves`.
       parts: number of parts into which the bucket's only leaf is split, which fill the bucket one after the other; 1 if
         leaves are not split.
-      bytes: bytes that one device stages each time.
+      bytes: bytes that one device stages for the bucket, or for one of its parts.
     """
 
     leaves: tuple[int, ...]
@@ -429,8 +429,8 @@ def _reads(
 ) -> tuple[Int[np.ndarray, "W M"], Int[np.ndarray, "W M"]]:
     """Computes, for every slot of every target device, which source device to read and which slot of its shard.
 
-    A device reads a block from itself if it holds the block. The other reads take turns among the devices that hold the
-    block, so that replicas send equal shares; `turn` is the replica that begins.
+    A device reads a block from itself if it holds the block. The other reads of the block go to its holders in turn, so
+    that replicas send equal shares; `turn` is the replica that begins.
     """
     rank = len(source_slots)
     slot_Mi = np.indices(target_slots).reshape(rank, math.prod(target_slots)).T
@@ -460,7 +460,7 @@ def _reads(
 
 
 def _split(box: tuple[int, ...], wanted: int) -> tuple[int, int, int]:
-    """Chooses (axis, number of parts, extent of a part) to split a box into at least `wanted` parts where it can.
+    """Chooses (axis, number of parts, extent of a part) that split a box into at least `wanted` parts, if possible.
 
     The axis is the first dimension that has `wanted` indices, else the longest dimension.
     """

@@ -22,7 +22,7 @@ __all__ = ["Publisher", "WeightMismatchError", "reshard", "transport_for"]
 
 
 def transport_for(plan: TransferPlan, sources: Sequence[Sharding], targets: Sequence[Sharding]) -> Transport:
-    """Chooses the transport between two meshes all of whose devices this process can address.
+    """Chooses the transport between two meshes, if this process can address all of their devices.
 
     Args:
       plan: plan made from `sources` and `targets`.

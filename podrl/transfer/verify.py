@@ -26,7 +26,7 @@ Sums = UInt32[Array, "W l"]
 
 
 class WeightMismatchError(RuntimeError):
-    """Weights on the rollout mesh differ from those published; no rollout may use them."""
+    """Weights on the rollout mesh differ from the published weights; no rollout may use them."""
 
 
 class ExpectedLeaves:
@@ -75,7 +75,7 @@ class ExpectedLeaves:
             self._program = checksum_program(shapes, summed_as, shardings, cast(Mesh, meshes.pop()))
 
     def check(self, tree: PyTree, what: str) -> list[Array]:
-        """Checks a tree's structure, shapes, dtypes and shardings, and returns its leaves; `what` names it in messages.
+        """Checks a tree's structure, shapes, dtypes and shardings; returns its leaves. `what` is its name in messages.
 
         Raises:
           ValueError: the structure, or a leaf's shape, dtype or sharding, is not the expected one.
@@ -163,7 +163,7 @@ class Ledger:
 
 
 def read(values: ArrayLike) -> np.ndarray:
-    """Reads checksums or a version to the host; a publish reads no other values there."""
+    """Copies checksums or a version to the host; publishing copies no other values to the host."""
     with jax.transfer_guard_device_to_host("allow"):
         return np.asarray(values)
 

@@ -128,7 +128,7 @@ class JudgedAnswers:
         return None, {}
 
     def pack(self, step: int, experience: Any, scores: Any, advantages: np.ndarray) -> list[Batch[WeightedRows]]:
-        """Packs the one update of a step; `advantages` are the answers' weights, `scores` AnswerScores of the batch."""
+        """Packs all answers of a step into one update; `advantages` are the answers' weights, `scores` AnswerScores."""
         placement = scores.placement
         mask_BT, length_BT = placement.loss_tokens(experience.mask_BT)
         weight_BT = np.broadcast_to(advantages[:, None], experience.tokens_BT.shape)
@@ -177,7 +177,7 @@ def _of_pairs(found: Any, logprob_P2: np.ndarray, *, prefix: str) -> tuple[np.nd
     """Returns the weights of pairs' answers (2 P,), and metrics whose names begin with `prefix`.
 
     Args:
-      found: a loss's `loss_P`, `margin_P` and `weight_P2`, of the chosen and the rejected answer of each pair.
+      found: the loss's `loss_P` and `margin_P` of each pair, and `weight_P2` of its chosen and its rejected answer.
       logprob_P2: log-probabilities of the two answers, nats.
     """
     found = jax.device_get(found)
@@ -188,7 +188,7 @@ def _of_pairs(found: Any, logprob_P2: np.ndarray, *, prefix: str) -> tuple[np.nd
         f"{prefix}/chosen_logprob": float(logprob_P2[:, 0].mean()),
         f"{prefix}/rejected_logprob": float(logprob_P2[:, 1].mean()),
     }
-    # The loss is a mean over answers, of which a pair has two.
+    # The loss is a mean over answers, and a pair has two answers.
     return 2.0 * found.weight_P2.ravel(), measured
 
 

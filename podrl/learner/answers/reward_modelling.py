@@ -29,8 +29,8 @@ class RewardModelConfig:
 
     Attributes:
       batch_size: number of pairs per step; a step makes one update.
-      max_length: largest number of tokens of prompt and answer together; pairs with a longer one are left out, or are
-        an error, as data.long_prompts says.
+      max_length: largest number of tokens of prompt and answer together; longer pairs are left out, or are an error, as
+        data.long_prompts says.
     """
 
     batch_size: Count = 32
@@ -82,7 +82,7 @@ class RewardModelling:
             "reward_model/margin": float(found.margin_P.mean()),
             "reward_model/accuracy": float(_right(found.margin_P).mean()),
         }
-        # The loss is a mean over answers, of which a pair has two.
+        # The loss is a mean over answers, and a pair has two answers.
         return 2.0 * found.weight_P2.ravel(), measured
 
     def pack(
@@ -131,7 +131,7 @@ class PairEvaluator:
         self._algorithm, self._batches = algorithm, batches
 
     def __call__(self, policy: Policy, step: int) -> tuple[dict[str, float], list[LogRecord]]:
-        """Returns (eval/* metrics of the model as it is, a few answers with their scores)."""
+        """Returns (eval/* metrics of the present model, a few answers with their scores)."""
         score_P2 = np.concatenate([self._algorithm.score(step, batch).score_P2 for batch in self._batches])
         margin_P = score_P2[:, 0] - score_P2[:, 1]
         texts = [text for batch in self._batches for text in batch.text]

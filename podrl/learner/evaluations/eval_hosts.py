@@ -27,7 +27,7 @@ _PIECE_LANES = 8  # samples in a piece, per lane of the engine; a host notices a
 
 
 class EvaluationShares:
-    """Gives the shares of one evaluation at a time to evaluation hosts, on the leader, and takes their scores.
+    """Runs on the leader: gives the shares of one evaluation at a time to evaluation hosts, and takes their scores.
 
     A host asks for a share, and gets its answer when there is a share. The share of a lost host goes to another host
     that asks, now or later: trainers hold the weights until the next evaluation begins.
@@ -56,8 +56,7 @@ class EvaluationShares:
         pod.channel.serve("share leaves", self._on_leaves)
 
     def open_shares(self, name: str, shares: int, since: int) -> None:
-        """Opens the evaluation of version `since`, in `shares` shares; all shares of the evaluation before must be
-        made."""
+        """Opens the evaluation of version `since`, in `shares` shares; the previous evaluation must be complete."""
         del name
         with self._changed:
             self._step, self._scores = since, {}
@@ -205,7 +204,7 @@ class EvaluationHost:
             share = self._request_share()
             if "over" in share:
                 return int(share["over"])
-            # A lost host may have recorded answers to its environments, which are read again.
+            # A lost host may have recorded answers of its environments, so this host must read the records again.
             self._run.notify_takeover()
             try:
                 result = self._score_share(int(share["step"]), (int(share["share"]), int(share["shares"])))

@@ -54,8 +54,8 @@ class RemoteEvaluations:
           deadline_s: the longest wait for the leader, in seconds.
           collect: function (name, longest wait in seconds) -> each share's scores, in the order of the records.
           done: function called with the step of each complete evaluation.
-          wait: function that waits for the collecting future, and raises if waiting is in vain.
-          keep: function called on the leader, as podrl.learner.evaluate.Evaluator calls its own.
+          wait: function that waits for the future of `collect`, and raises if the scores can no longer come.
+          keep: function that keeps an evaluation's means, as in podrl.learner.evaluate.Evaluator; called on the leader.
         """
         self._pod, self._shares, self._deadline_s = pod, shares, deadline_s
         self._collect, self._done, self._wait = collect, done, wait
@@ -76,10 +76,10 @@ class RemoteEvaluations:
             self._work = self._thread.submit(self._collect, name, _LONGEST_S)
 
     def evaluated(self, *, wait: bool) -> tuple[int, dict[str, float], list[LogRecord]] | None:
-        """Returns, on the leader, (step, eval/* metrics, a few samples) of the evaluation under way when it is
-        complete.
+        """Returns (step, eval/* metrics, a few samples) of the evaluation under way, if it is complete.
 
-        Returns None when no evaluation is complete, and on other trainer hosts. With `wait`, waits for the scores.
+        Returns None if it is not complete, and on trainer hosts other than the leader. With `wait`, waits for the
+        scores.
 
         Raises:
           BatchError: a reward function failed, or a service that it asks was away; raised on every trainer host, and
@@ -128,8 +128,7 @@ class RemoteEvaluations:
 
 
 def evaluated(step: int) -> str:
-    """Returns the channel's key of the message in which the leader reports that an evaluation is complete, or why it
-    never will be."""
+    """Returns the channel's key of the leader's message that an evaluation is complete, or why it has failed."""
     return f"evaluated/{step}"
 
 

@@ -91,13 +91,13 @@ class Dispatcher:
     Under the token clock a group has the prompts of a batch that one host makes. A batch can be decided as soon as all
     of its groups have hosts; the trainers then wait for the rows that they fetch. A host that takes a group over draws
     it under the same versions of the weights as the lost host would have, because the trainers still hold them. So the
-    group becomes what it would have become.
+    group becomes the same as on the lost host.
 
     Under the wall clock a group has one prompt. Its host keeps the group until all trainers have its batch, and tells
     the leader when the group has ended. The leader writes to the journal which groups each batch holds, and which
     prompts are submitted again, before it tells any other process. A group that is taken over is begun anew, under the
-    same keys. If the journal already records the group (some trainer has not fetched its batch yet, or the steps are
-    repeated after a restart), the group is drawn under the recorded versions.
+    same random keys. If the journal already records the group (some trainer has not fetched its batch yet, or the steps
+    are repeated after a restart), the group is drawn under the recorded versions.
     """
 
     def __init__(
@@ -191,7 +191,7 @@ class Dispatcher:
         Raises:
           BatchError: the prompts of the batch could not be read.
           LateError: too few groups had ended within the deadline.
-          ValueError: a group has not become what the journal recorded of it.
+          ValueError: a group differs from the journal's record of it.
         """
         end = time.monotonic() + self._deadline_s
         with self._lease_server.lock:
@@ -359,7 +359,7 @@ class Dispatcher:
         queue.sent += 1
 
     def _drop(self, queue: _HostQueue, read: int | None) -> None:
-        """Stops offering the first `read` orders to a host; all orders if `read` is None, as the host is lost."""
+        """Stops offering the first `read` orders to a host; all orders if `read` is None, because the host is lost."""
         for number in range(queue.dropped, queue.sent if read is None else read):
             self._pod.channel.drop(order(queue.address, number))
             queue.dropped = number + 1
@@ -461,7 +461,7 @@ class Dispatcher:
 
 
 def order(address: str, number: int) -> str:
-    """Returns the channel's key of an order to the host at an address; `number` counts its orders from 0."""
+    """Returns the channel's key of an order to the host at an address; `number` counts the host's orders from 0."""
     return f"orders/{address}/{number}"
 
 

@@ -34,7 +34,7 @@ _log = logging.getLogger("podrl.hosting")
 class HostRollouts:
     """Runs on a rollout host: receives weights, makes and scores the groups of its orders, serves them to the trainers.
 
-    It also evaluates the held-out prompts of its leases. Some leases come late, because their host was lost.
+    It also evaluates the held-out prompts of its leases. Some leases come late, because another host was lost.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class HostRollouts:
           evaluator: scores the policy on the held-out prompts; None disables evaluation.
           deadline_s: the longest wait for another process, in seconds.
           mode: the clock of the samples, 'wall', 'windows' or 'whole' (podrl.rollout.group_player.Mode).
-          last: last step of the job, after whose evaluation the hosts leave; None for no such step.
+          last: last step of the job; the hosts leave after the evaluation of this step. None for no such step.
         """
         self._last = last
         self._cluster, self._run, self._pod, self._barrier = cluster, run, pod, barrier
@@ -84,7 +84,7 @@ class HostRollouts:
         self._lock, self._closed = threading.Lock(), False
         self._tasks: set[str] = set()  # evaluations begun here
         self._accepted: set[Lease] = set()  # leases of these evaluations on which this host has begun
-        self._batches: dict[Lease, Experience] = {}  # parts of batches that trainers may fetch rows of
+        self._batches: dict[Lease, Experience] = {}  # parts of batches, from which trainers may fetch rows
         self._offered: list[tuple[int, str]] = []  # (step, key) of each state offered for the checkpoint after the step
         self._evaluations: list[tuple[int, str]] = []  # (step, key) of the scores that are offered
         self._policy: Policy | None = None  # the policy on the rollout mesh; used on the rollout thread only
@@ -123,7 +123,7 @@ class HostRollouts:
         needed_step = self._barrier.needed_step
         self._player.await_orders(step, self._barrier.orders, needed_step)
         _drop_before(needed_step, self._offered, self._pod)
-        _drop_before(step, self._evaluations, self._pod)  # the leader read the scores before it sent word of this step
+        _drop_before(step, self._evaluations, self._pod)  # the leader read the scores before it announced this step
         with self._lock:
             old = {name for name in self._tasks if leases.is_over(name, needed_step)}
             self._tasks -= old
@@ -149,8 +149,8 @@ class HostRollouts:
 
     def move(self, step: int, *, in_place: bool) -> Policy:
         with self._run.watchdog.stage("publish"):
-            # This wait must not block the rollout thread. Some trainer may still miss groups of a lost host, which the
-            # rollout thread has to make again, and without them the trainers cannot make these weights.
+            # This wait must not block the rollout thread. A trainer may still lack groups of a lost host. The rollout
+            # thread has to make these groups again, and without them the trainers cannot compute the new weights.
             self._cluster.weights.await_version(step)
         self._player.end_window()
         # Runs after every batch in flight, so that one thread at a time enqueues on the rollout mesh.
@@ -282,10 +282,10 @@ class HostRollouts:
         """Answers a request for rows of some samples of a lease; runs on the channel's thread."""
         names, (first, last) = message.value["names"], message.value["part"]
         lease = Lease(message.value["task"], int(first), int(last), self._pod.seat.process)
-        if lease not in self._batches:  # the rows were lost with the process that had this process's number before
+        if lease not in self._batches:  # an earlier process with this process's number was lost, and the rows with it
             return Message({"gone": True})
         if not set(names) <= set(codec.ALL_ROWS):
-            raise ValueError(f"{names} are not all rows of a batch: {codec.ALL_ROWS} are")
+            raise ValueError(f"{names} must be rows of a batch: {codec.ALL_ROWS} are its rows")
         return codec.rows(self._batches[lease], message.arrays["chosen"], names)
 
 

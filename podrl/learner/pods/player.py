@@ -56,7 +56,8 @@ class HostPlayer:
           pod: the job's processes.
           lease_client: the leases as this host knows them.
           mode: the clock of the samples, 'wall', 'windows' or 'whole' (podrl.rollout.group_player.Mode).
-          weights_of: function that returns a policy with its version's weights, moved again if the mesh holds others.
+          weights_of: function that returns a policy with its version's weights, moved again if the mesh holds another
+            version.
           offer: function that serves a part of a batch, or the error that says why there is none.
           offer_state: function of (step, key, message) that offers a state which the checkpoint after the step holds.
           on_takeover: function called before this host begins groups of a lost host.
@@ -101,7 +102,7 @@ class HostPlayer:
         Args:
           step: number of steps done.
           orders: number of orders that each host must have read, by the host's address.
-          needed_step: number of the first step of whose batches trainer hosts may still need something.
+          needed_step: first step whose batch a trainer host may still need, whole or in part.
 
         Raises:
           ChannelError: the orders did not come within the deadline.
@@ -134,10 +135,10 @@ class HostPlayer:
             self._policy = None
 
     def end_window(self) -> None:
-        """Closes the window, so that the rollout thread comes free to move weights.
+        """Closes the window, so that the rollout thread becomes free to move weights.
 
         Under the wall clock samples stop after the running dispatch. Samples whose tokens in the window are fixed (the
-        token clock, repeated windows) draw them first.
+        token clock, repeated windows) draw these tokens first.
         """
         with self._more:
             self._player.end_window()
@@ -329,8 +330,8 @@ class HostPlayer:
     def _report(self, *, last: bool = False) -> None:
         """Tells the leader which groups have ended and, at the end of a window (`last`), the oldest version of each.
 
-        Under the token clock the leader needs neither. Every few windows it learns how many orders and changes of
-        leases this host has read, so that it can free them.
+        Under the token clock the leader needs neither. Every few windows a report says how many orders and changes of
+        leases this host has read, so that the leader can free them.
         """
         if self._mode != "wall":
             self._window_count += last
@@ -359,7 +360,7 @@ class HostPlayer:
 
         Args:
           failed: True if this host cannot go on.
-          groups: `ended`, `without_signal` and `drawn`, lists of groups; those left out are empty.
+          groups: `ended`, `without_signal` and `drawn`, lists of groups; a list that is left out is empty.
         """
         self._quiet = False
         about = {"address": self._pod.channel.address, "orders": self._order_count, "change": self._leases.change}

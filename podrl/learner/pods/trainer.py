@@ -31,7 +31,7 @@ from podrl.runtime.pod import MovedError, Pod
 from podrl.types import Experience, Policy
 
 _ASKING = 256  # number of hosts asked at a time
-_AGAIN_S = 0.05  # pause after a lease has moved, until news of its new host may be here
+_AGAIN_S = 0.05  # pause after a lease has moved, so that the news of its new host can arrive
 
 
 class RemoteRollouts:
@@ -161,7 +161,7 @@ class RemoteRollouts:
             return next(self._stream)
 
     def evaluate(self, policy: Policy, step: int) -> tuple[dict[str, float], list[LogRecord]] | None:
-        """Makes other hosts evaluate, and joins their scores on the leader; raises what `evaluated` raises."""
+        """Makes other hosts evaluate, and joins their scores on the leader; raises the errors of `evaluated`."""
         self.begin_evaluation(policy, step)
         result = self.evaluated(wait=True)
         return result and result[1:]
@@ -189,7 +189,7 @@ class RemoteRollouts:
 
         Args:
           step: step that trains on the batch.
-          everything: True fetches all rows and texts, False only those that this host needs.
+          everything: True fetches all rows and texts, False only the rows and texts that this host needs.
 
         Raises:
           BatchError: a reward function or too many samples failed on a rollout host, or a service that a reward
@@ -237,7 +237,7 @@ class RemoteRollouts:
         return self._pod.leads and traced is not None and traced.wants(step + 1)
 
     def drawn(self, step: int) -> PartialBatch | None:
-        """Collects the unfinished state of a batch at the start of a window; on the leader only.
+        """Collects the state of an unfinished batch at the start of a window; on the leader only.
 
         Returns:
           The state; None if the rollout hosts have the whole batch, or if this host is not the leader.
@@ -306,7 +306,7 @@ class RemoteBatch:
     """A batch that the rollout hosts are making."""
 
     def __init__(self, rollouts: RemoteRollouts, step: int, *, whole: bool):
-        """Names the batch; `whole`: whether this host's copy goes into checkpoints."""
+        """Stores the batch's step; `whole` is True if this host's copy goes into checkpoints."""
         self._rollouts, self._step, self._whole = rollouts, step, whole
         self._experience: Experience | None = None
         self._complete = False

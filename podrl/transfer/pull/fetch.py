@@ -242,7 +242,7 @@ class _Pull:
       totals: checksum of every leaf, from the first reply; empty before.
     """
 
-    in_flight = 4  # so four replies are encrypted and sent side by side
+    in_flight = 4  # so four replies are encrypted and sent at the same time
     overwrites = False
 
     def __init__(self, joined: "_PullPlan", version: int, name: str, start: Callable[..., _PendingRequest]):

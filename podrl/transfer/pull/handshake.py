@@ -37,7 +37,7 @@ class Reply(Protocol):
 
 
 class SendRequest(Protocol):
-    """A function that sends a request to a trainer process, where `PullServer.answer` replies; does not wait for it.
+    """A function that sends a request to a trainer process, where `PullServer.answer` replies; it does not wait.
 
     The channel encrypts the messages and authenticates both ends.
     """
