@@ -12,8 +12,8 @@ What happens when a pod ends:
   trainer pod   preempted, which is exit 75 or a pod that the cluster disrupts: all jobs of the set are recreated,
                 however often, and podrl resumes from its checkpoint. Exit 42 or death by signal: the same, at most
                 --max_restarts times. Any other exit code is the user's error: the set fails at once.
-  rollout pod   restarted in place by the kubelet; the set goes on. A rollout pod that alone got SIGTERM leaves with
-                exit 75 after its step and is restarted, too; if no other rollout host stays, it stops the job, which
+  rollout pod   restarted in place by the kubelet; the set goes on. If only this pod gets SIGTERM, it leaves with exit
+                75 after its step and is restarted, too; if no other rollout host is left, it stops the job, which
                 saves. After 20 restarts per host (ROLLOUT_RETRIES) the job fails, and the set is recreated as above.
   the end       the set is complete when the trainer is; rollout pods are then removed.
 """
@@ -338,7 +338,7 @@ def channel_secret(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def network_policy(args: argparse.Namespace) -> dict[str, Any]:
-    """Admits only the job's own pods, and pods that gke_add.py adds, to its ports; some ports do not authenticate."""
+    """Makes the policy by which only pods of the job and of gke_add.py reach its ports, some without authentication."""
     pods = {"matchLabels": _labels(args)}
     return {
         "apiVersion": "networking.k8s.io/v1",

@@ -4,8 +4,8 @@
 
 Everything else is read from the running set, by `kubectl get jobset`: image, command, environment, the shape of its
 rollout slices, and the name of its Secret, whose content stays in the cluster. So the added pods have the job's
-settings, and the weights lie on an added slice as on the other slices. The added pods reach trainer 0 by the name that
-JobSet gives it.
+settings, and an added slice holds the weights in the same way as the other slices. The added pods reach trainer 0 by
+the name that JobSet gives it.
 
 What happens to the added pods:
   a pod ends      it is restarted in place, like a rollout pod of the job, even while the trainers are recreated or if

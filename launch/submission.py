@@ -78,7 +78,7 @@ class Code:
         return f"{workdir.rstrip('/')}.code-{hashlib.sha256(self.archive).hexdigest()}.tar"
 
     def upload(self, workdir: str) -> list[str]:
-        """Returns the command that writes the archive, its standard input, to the URL where the hosts look for it."""
+        """Returns the command that copies its standard input, the archive, to the URL where the hosts look for it."""
         return ["gcloud", "storage", "cp", "-", self.url(workdir)]
 
     def described(self, workdir: str) -> str:

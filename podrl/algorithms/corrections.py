@@ -2,7 +2,7 @@
 
 The rollout engine samples with other kernels and other precision than the trainer, so the two compute different
 probabilities for a token. Their quotient is w = exp(old_logprob - sampler_logprob), trainer over sampler; a weight made
-from w corrects the loss for the difference. w compares the *old* policy with the sampler, never the current one: the
+of w corrects the loss for the difference. w compares the *old* policy with the sampler, never the current policy: the
 policy ratio r is already current over old, so r w is current over sampler. If the sampler's log-probabilities are used
 as the old ones, w is 1 everywhere, so nothing is corrected twice.
 """

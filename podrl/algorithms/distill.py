@@ -75,7 +75,8 @@ class Distillation:
         """Returns the teacher's advantages, coef (log teacher - log policy), and metrics of the comparison.
 
         A policy and a teacher that split text into different tokens are compared by spans of text. Every token of a
-        span has the advantage of the whole span, as the gradient of log p(span) is the sum of its tokens' gradients.
+        span has the advantage of the whole span, because the gradient of log p(span) is the sum of its tokens'
+        gradients.
 
         Args:
           logprob_BT: log-probabilities under the policy before the update, nats.

@@ -242,7 +242,7 @@ class LossSettings:
     def correction(self) -> str:
         """The sampler correction in use, a key of `CORRECTIONS`.
 
-        'auto' is 'none' here. The settings of a run override this property, as they know whether samples can be stale.
+        'auto' is 'none' here. The settings of a run override this property, because they know if samples can be stale.
         """
         return "none" if self.sampler_correction == "auto" else self.sampler_correction
 

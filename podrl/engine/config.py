@@ -26,7 +26,7 @@ class SamplingSettings:
       top_p: probability that the kept tokens must reach together; the fewest most likely tokens that reach it are kept.
         1 or None is off.
       top_k: number of most likely tokens to keep; None or 0 is off.
-      min_p: least probability of a kept token, as a fraction of the most likely token's; 0 is off.
+      min_p: least probability of a kept token, as a fraction of the most likely token's probability; 0 is off.
       stop_strings: texts that end (or, with tools, pause) a sample as soon as its completion contains one of them.
     """
 

@@ -65,7 +65,7 @@ class Device:
 
     @_on_all_hosts
     def insert(self, packed_RI: np.ndarray) -> None:
-        """Seats samples in lanes and frees lanes; `packed_RI` as `LaneUpdates.packed` makes it."""
+        """Seats samples in lanes and frees lanes; `packed_RI` is a result of `LaneUpdates.packed`."""
         self.state = self.engine.bulk_insert(self.state, self.engine.put_rows(packed_RI))
 
     @_on_all_hosts

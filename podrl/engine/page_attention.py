@@ -251,7 +251,7 @@ def _kernel(
 
 
 def _div(x: Any, by: int) -> Any:
-    """Divides non-negative integers; `//` would look up the machine's chip, and there may be none."""
+    """Divides non-negative integers by lax.div, because `//` looks up the machine's chip, and there may be none."""
     return jax.lax.div(x, jnp.full_like(x, by))
 
 

@@ -1,9 +1,9 @@
 """A Pallas kernel of decoding attention for NVIDIA GPUs: one launch for all lanes, however many pages they read.
 
-XLA's form loops over reads. The loop's end is known on the device alone, so every turn costs a GPU a round trip to the
-host. Here each program of the grid belongs to a lane, a key head, and one of a few parts of the lane's reads, and takes
-the reads of its part one after the other. Samples of one prompt find its pages in the second-level cache. The results
-of the parts are merged in order.
+XLA's form loops over reads. Only the device knows where the loop ends, so on a GPU every iteration waits for a round
+trip to the host. Here each program of the grid belongs to a lane, a key head, and one of a few parts of the lane's
+reads, and takes the reads of its part one after the other. Samples of one prompt find its pages in the second-level
+cache. The results of the parts are merged in order.
 """
 
 import functools

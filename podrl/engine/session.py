@@ -325,8 +325,8 @@ class Session:
     def extend(self, track: Track, opening: Opening) -> None:
         """Appends tokens to a paused sample and lets it go on; ends the sample if it may sample no more tokens.
 
-        If the sample has sampled all that it may in this session, it leaves the session. If it had left before the
-        answer came, it is seated again.
+        If the sample has drawn all tokens that it may draw in this session, it leaves the session. If it had left the
+        session before the tokens to append arrived, it is seated again.
 
         Raises:
           ValueError: the sample is not paused, or it has no room for that many tokens.

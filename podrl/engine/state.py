@@ -32,7 +32,7 @@ class EngineShape:
       members: W, largest number of samples that share a read of a prompt's page.
       stop_ids: E, ids that may end a sample.
       buckets: lengths of prefill chunks, tokens, ascending; each has a program.
-      prefill_tokens: tokens of a prefill call; its rows are this number divided by its bucket, at least 1.
+      prefill_tokens: number of tokens of a prefill call, which has `prefill_tokens // bucket` rows, at least 1.
       slots: prompts whose memory of linear attention is kept, at least `lanes`; 0 for models without linear attention.
     """
 

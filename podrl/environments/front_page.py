@@ -31,7 +31,7 @@ class _Node:
       ends: for each answer, the tokens of the prompt and the answer, 4 bytes per token.
       parent: number of the earlier request whose answer this request continues; 0 if it continues none.
       reason: reason why the request began a branch; '' if it continues one.
-      tokens: number of tokens of the prompt, of the prompt after the continued answer, and of the answers.
+      tokens: numbers of tokens: of the prompt, of the part of the prompt after the continued answer, of the answers.
     """
 
     number: int

@@ -157,7 +157,7 @@ class Files:
         channel.serve(_ADD, lambda message: self._add(**message.value))
 
     def drop(self, before: int) -> None:
-        """Deletes the records of all steps before step `before`, which a checkpoint has passed."""
+        """Deletes the records of all steps before step `before`, which no run repeats: a later checkpoint exists."""
         self.release(before)
         with self._lock:
             for path in self._directory.glob("*.jsonl"):

@@ -11,11 +11,11 @@ from podrl.environments.protocol import Model, Result, Role, Task
 class SteppedEnvironment:
     """Plays an object with `reset` and `step`: the model reads the observations, and its turns are the actions.
 
-    `reset(seed=, task=)` returns the first observation, or (observation, info). It gets only the arguments that it
-    names, or the seed alone if it takes any keyword. `step(text)` returns (observation, reward, terminated, truncated,
-    info), (observation, reward, done, info), or an object or mapping with `observation`, `reward` and `done`. Both may
-    be coroutines; plain functions run in a thread. A replay calls both again, so what they do must depend only on the
-    seed and the actions.
+    `reset(seed=, task=)` returns the first observation, or (observation, info). A `reset` without one of these
+    parameters does not get it; a `reset` with **kwargs gets the seed alone. `step(text)` returns (observation, reward,
+    terminated, truncated, info), (observation, reward, done, info), or an object or mapping with `observation`,
+    `reward` and `done`. `reset` and `step` may be coroutine functions; plain functions run in a thread. A replay calls
+    both again, so their results must depend only on the seed and the actions.
     """
 
     def __init__(self, make: Callable[[], object], *, role: Role = "user", opening: bool = True) -> None:

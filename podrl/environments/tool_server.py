@@ -13,8 +13,8 @@ def serve(tool: Callable[..., str], transport: str, **address: str | int) -> Non
     """Answers calls until the client has gone (stdio), or for ever (sse, streamable-http).
 
     Args:
-      tool: the tool; clients see its name, annotations and docstring. A ValueError is a failed call, whose text the
-        model reads.
+      tool: the tool; clients see its name, annotations and docstring. If it raises a ValueError, the call has failed,
+        and the model reads the text of the error.
       transport: 'stdio', 'sse' or 'streamable-http'.
       address: `host` and `port` for 'sse' and 'streamable-http'; none for 'stdio'.
     """

@@ -34,7 +34,7 @@ from podrl.types import SOURCE, Batch, Experience, Layout, PyTree, Rollouts, unr
 def make_grpo(
     cluster: RLCluster, config: GRPOConfig, *, samples: int, log: Callable[[str], None], pieces: bool = False
 ) -> GRPO:
-    """Makes a configuration's algorithm: DistilledGRPO if a teacher has a weight, else GRPO; arguments as in GRPO."""
+    """Makes DistilledGRPO if the configuration gives a teacher a weight, else GRPO; arguments as in GRPO."""
     algorithm_class = GRPO if config.distillation is None else DistilledGRPO
     return algorithm_class(cluster, config, samples=samples, log=log, pieces=pieces)
 

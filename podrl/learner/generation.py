@@ -567,7 +567,7 @@ def _further(signal: np.ndarray, wanted: int, count: int) -> int:
     Args:
       signal: True if rewards are unequal, for each group whose rewards are known.
       wanted: number of groups with a signal to reach.
-      count: number of groups sampled or being sampled, known or not.
+      count: number of groups that are sampled or being sampled, whether their rewards are known or not.
     """
     share = max(float(signal.mean()), _LEAST_SHARE) if len(signal) else 1.0
     lacking = wanted - int(signal.sum()) - share * (count - len(signal))
@@ -575,7 +575,7 @@ def _further(signal: np.ndarray, wanted: int, count: int) -> int:
 
 
 def apart(group_B: np.ndarray, beside: int) -> np.ndarray:
-    """Gives the first `beside` samples of each group, which are greedy, a group number of their own."""
+    """Returns group numbers in which each group's first `beside` samples, the greedy ones, form a separate group."""
     if not beside:
         return group_B
     return np.where(groups.member_of(group_B) < beside, group_B.max(initial=0) + 1 + group_B, group_B)

@@ -38,7 +38,7 @@ class MiniBatches:
 
     Attributes:
       size: number of samples per update.
-      layouts: (packed shape, mesh) of every model that is updated; the actor's come first.
+      layouts: (packed shape, mesh) of every model that is updated, the actor first.
     """
 
     def __init__(self, cluster: RLCluster, config: GRPOConfig | PPOConfig, samples: int):

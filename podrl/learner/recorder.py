@@ -127,7 +127,7 @@ class Recorder:
           controllers: the algorithm's adaptive state.
           evaluate: scores the policy on held-out prompts; None disables evaluation.
           beside: evaluation hosts, which make all evaluations but the last; None if training stops for evaluations.
-          stopping: function that returns True once the run was asked to stop, in all processes of the job alike.
+          stopping: function that returns True once the run was asked to stop; all processes get the same answer.
           curriculum: the data's curriculum; None without one.
         """
         self._curriculum = curriculum

@@ -136,7 +136,7 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
 
     @functools.cached_property
     def number_of(self) -> Mapping[str, int]:
-        """Maps each source with settings of its own to their number in `parts`."""
+        """Maps each source with settings of its own to the index of these settings in `parts`."""
         return {}
 
     @functools.cached_property
@@ -520,7 +520,7 @@ class GRPOConfig(AlgorithmConfig, KLLossSettings, GroupSettings):
 
     @functools.cached_property
     def number_of(self) -> Mapping[str, int]:
-        """Maps each source with settings of its own to their index in `parts`."""
+        """Maps each source with settings of its own to the index of these settings in `parts`."""
         return {name: self.parts.index(self._part(own)) for name, own in self.sources.items()}
 
     @functools.cached_property

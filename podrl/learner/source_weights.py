@@ -48,7 +48,7 @@ class SourceWeights:
 
         The loss is divided by the tokens (or sequences, as `loss_agg_mode` says) of all samples. With the factor, the
         rewards' part is divided by the tokens (or sequences) of the samples that learn from rewards. Without a mixture
-        both numbers are 1, as the weight is in the advantages already.
+        both numbers are 1, because the advantages already include the weight.
         """
         if not self.mixed:
             return 1.0, 1.0

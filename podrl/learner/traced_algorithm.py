@@ -37,7 +37,7 @@ class TracedAlgorithm:
         """Stores the collaborators.
 
         Args:
-          algorithm: GRPO, or PPO, which updates its policy by a GRPO of its own.
+          algorithm: GRPO, or PPO, which holds a GRPO that updates its policy.
           run: the run, whose trace may be opened later.
           reward_names: names of the reward functions.
           config: the algorithm's settings.

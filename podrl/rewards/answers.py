@@ -28,7 +28,7 @@ def number_of(completion: str) -> numbers.Number | None:
 
 
 def is_right(answer: str | None, truth: str) -> bool:
-    """Returns True if an answer gives the reference's number, or the reference's text if that is not a number."""
+    """Returns True if an answer gives the number of the reference or, if the reference is not a number, its text."""
     if answer is None:
         return False
     wanted = numbers.of_reference(truth)

@@ -140,7 +140,7 @@ class CodeTests:
         refused, because it may give other programs plain data only.
 
         Args:
-          verdict: the sandbox's result for one sample; 'unusable' holds such a reason, '' if there is none.
+          verdict: the sandbox's result for one sample; 'unusable' names the fault, '' if there is none.
         """
         if (why := verdict.get("unusable")) and not self._warned:
             self._warned = True

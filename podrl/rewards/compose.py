@@ -249,8 +249,8 @@ class Rewards:
         """Refuses records without answers if a function needs answers.
 
         Args:
-          unanswered: sources with a record without an answer, each as (text that names the record and its fields,
-            names of the source's own functions, which may be none).
+          unanswered: (text that names a record without an answer and its fields, names of the source's own functions,
+            possibly none) of each source that has such a record.
 
         Raises:
           ValueError: a function needs a missing answer; the message names the record and the functions.

@@ -202,7 +202,8 @@ _SCALES = {
     "trillion": 10**12,
 }
 _SCALES |= {"mn": 10**6, "bn": 10**9, "lakh": 10**5, "crore": 10**7}
-# Without a currency before them, 'm' and 'b' are metres and bits, and a letter after a space is kelvin and the like.
+# 'm' and 'b', and a letter after a space, count only if a currency is before the number. Else they may be units, such
+# as metres, bits and kelvin.
 _LETTERS = {"k": 10**3, "m": 10**6, "b": 10**9}
 _SCALE = re.compile("|".join(_SCALES))
 # Everything after the first run is optional and possessive, so that no text is read twice.

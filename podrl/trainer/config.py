@@ -161,7 +161,7 @@ class RLTrainingConfig(AdamSettings):
 
     @property
     def hosts_reference(self) -> bool:
-        """True if the weights of a reference of its own wait in the host's memory."""
+        """True if the weights of a separate reference model wait in the host's memory."""
         return self.offload in ("reference", "all")
 
     @property

@@ -176,7 +176,7 @@ def _group_row(group_size: int, prompt: int, longest: int, room: int, whole: int
       whole: largest length of a row that holds the whole group.
       even: True if a split group is split into parts of equal size (up to rounding) instead of full rows and a rest.
     """
-    own = longest - prompt + 1  # a sample keeps the last prompt token, as it predicts another token in each sample
+    own = longest - prompt + 1  # each sample has its own last prompt token, which predicts another token in each sample
     if prompt + group_size * own <= whole:
         return prompt + group_size * own
     fit = min(group_size, (room - prompt) // own)

@@ -644,7 +644,7 @@ class _Rows:
 
 
 def _without(units: list[list[int]], taken: list[list[int]]) -> list[list[int]]:
-    """Lists the units that are not taken; a unit is known by its first sequence."""
+    """Lists the units that are not in `taken`; units with the same first sequence are the same."""
     firsts = {unit[0] for unit in taken}
     return [unit for unit in units if unit[0] not in firsts]
 

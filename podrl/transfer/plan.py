@@ -472,7 +472,7 @@ def _split(box: tuple[int, ...], wanted: int) -> tuple[int, int, int]:
 
 
 def _buckets(leaves: Sequence[LeafPlan], bound: int) -> tuple[Bucket, ...]:
-    """Fills buckets with leaves in order until the next leaf would not fit; a leaf in parts has a bucket of its own."""
+    """Fills buckets with leaves in order until the next leaf would not fit; a leaf in parts has its own bucket."""
     buckets: list[Bucket] = []
     open_leaves: list[int] = []
     filled = 0

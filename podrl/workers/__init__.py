@@ -1,1 +1,1 @@
-"""Worker processes that run code of users: how they are started, limited, asked and killed."""
+"""Worker processes that run code of users: how they are started, limited, called and killed."""

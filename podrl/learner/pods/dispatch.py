@@ -150,7 +150,7 @@ class Dispatcher:
 
         Args:
           step: number of steps done.
-          pending: batches of the checkpoint that are made in part.
+          pending: unfinished batches of the checkpoint.
           whole: number of batches in the checkpoint that are complete.
         """
         self._start = self._at = step
@@ -259,7 +259,7 @@ class Dispatcher:
         """
         if not self._by_tokens:
             return range(prompts + 1)
-        # Before the first host has come, the batch is cut for the rollout hosts of the configuration.
+        # Before the first host has joined, the batch is cut for the configured number of rollout hosts.
         hosts = len(self._queues) or len(self._pod.seat.hosts.heads)
         count = min(self._shares or max(hosts, 1), prompts)
         return [i * prompts // count for i in range(count + 1)]
@@ -349,7 +349,7 @@ class Dispatcher:
             return {"record": None, "since": since}
         record = group.entry if in_batch else self._clock.recorded(*group.key, self._at)
         since = min((runs[0][0] for runs in record["runs"] if runs), default=self._at) if record else self._at
-        # A group of a checkpoint goes on from its state at the beginning of window `_start`.
+        # A group from a checkpoint continues from its state at the beginning of window `_start`.
         return {"record": record, "since": self._start if group.origin is not None else since}
 
     def _order(self, host: int, value: JsonObject, arrays: Mapping[str, np.ndarray] | None = None) -> None:

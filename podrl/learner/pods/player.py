@@ -78,7 +78,7 @@ class HostPlayer:
         self._orders: list[Message] = []  # orders that still have to be carried out
         self._unfinished: int | None = None  # version of the newest window; None once it has ended
         self._asides: list[Callable[[], None]] = []  # work that waits for the gap between two dispatches
-        self._order_count = 0  # number of orders that have come
+        self._order_count = 0  # number of orders received
         self._at = 0  # the step that this host has reached
         self._window: int | None = None  # version of the window that is open; None between windows
         self._closed = False
@@ -90,7 +90,7 @@ class HostPlayer:
         self._policy: Policy | None = None  # policy of the next window
         self._failed: BatchError | None = None
         self._quiet = True  # no report went to the leader since the window began
-        self._window_count = 0  # number of windows that have come to their end
+        self._window_count = 0  # number of windows that have ended
 
     def follow(self) -> None:
         """Begins to read the leader's orders."""

@@ -172,7 +172,7 @@ def _limit(kind: int, value: int) -> None:
 
 
 def filter_calls(denied: Sequence[int]) -> None:
-    """Refuses some system calls from now on, and new processes; new threads are allowed.
+    """Makes some system calls and the start of processes fail from now on; new threads are allowed.
 
     Args:
       denied: numbers of system calls that fail with EPERM.
@@ -201,7 +201,7 @@ def _filter(denied: tuple[int, ...]) -> bytes:
         (load, 0, 0, 0),  # the call's number
         (at_least, 0, 1, 0x40000000),  # the x32 calls
         (give, 0, 0, kill),
-        (equal, 0, 1, 435),  # clone3 hides its flags: the C library falls back to clone
+        (equal, 0, 1, 435),  # clone3, whose flags no filter sees; if it fails, the C library uses clone
         (give, 0, 0, enosys),
     ]
     for number in denied:

@@ -24,7 +24,7 @@ class Reference:
 
 
 def encode(value: object, refer: Callable[[object], Reference]) -> object:
-    """Encodes a plain value for JSON. Values of subclasses of plain types become plain.
+    """Encodes a plain value for JSON. A value of a subclass of a plain type is sent as a value of the plain type.
 
     Args:
       value: the value to send; a list and the like may hold values that are not plain.
