@@ -123,7 +123,8 @@ def job_name(name: str, limit: int, flag: str = "--name") -> str:
     if not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name) or len(name) > limit:
         raise ValueError(
             f"{flag}={name} must be lower-case letters, digits and '-', start with a letter, end with a letter or "
-            f"digit and have at most {limit} characters; this one has {len(name)}."
+            f"digit and have at most {limit} characters"
+            + (f"; this one has {len(name)}." if len(name) > limit else ".")
         )
     return name
 

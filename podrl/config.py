@@ -62,6 +62,14 @@ COMMON_NAMES = {
     "lora_alpha": "model.lora.alpha",
 }
 
+# The classes that hold the keys of a group in Python, for messages.
+_CLASSES = {
+    "rollout": ", a field of RolloutConfig",
+    "trainer": ", a field of RLTrainingConfig",
+    "grpo": ", a field of GRPOConfig",
+    "model.lora": ", a field of LoraConfig",
+}
+
 
 def elsewhere(name: str, group: Mapping[str, object], prefix: str = "") -> str:
     """Suggests the key of `COMMON_NAMES`, or else all dotted paths at which `group` or a mapping inside it has the key
@@ -248,7 +256,7 @@ def section(
         cls.__section__ = name  # pyright: ignore[reportAttributeAccessIssue]
         _FORMER.update({f"{name}.{key}": sentence for key, sentence in (former or {}).items()})
         cls.__refused__ = {**(advice or {}), **(former or {})}  # pyright: ignore[reportAttributeAccessIssue]
-        _REFUSED.update({f"{name}.{key}": sentence for key, sentence in cls.__refused__.items()})  # pyright: ignore[reportAttributeAccessIssue]
+        _REFUSED.update({f"{name}.{key}".lstrip("."): sentence for key, sentence in cls.__refused__.items()})  # pyright: ignore[reportAttributeAccessIssue]
         return cls
 
     return decorate
@@ -296,7 +304,10 @@ def refusal(cls: type, key: str, names: typing.Collection[str], prefix: str = ""
     for pattern, advice in getattr(cls, "__refused__", {}).items():
         if fnmatch.fnmatchcase(key, pattern):
             return f"{unknown}: {advice}"
-    own = COMMON_NAMES.get(key, "").rpartition(".")[2]
+    common = COMMON_NAMES.get(key, "")
+    own = common.rpartition(".")[2]
+    if common and own not in names:
+        return f"{unknown}: podrl's key for it is {common}{_CLASSES.get(common.rpartition('.')[0], '')}."
     return f"{unknown}.{nearest(own if own in names else key, names)}"
 
 

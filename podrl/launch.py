@@ -87,7 +87,9 @@ flags.DEFINE_string(
     None,
     "Print all configuration keys with range and meaning, or only the keys that begin with this text.",
 )
-_DRY_RUN = flags.DEFINE_bool("dry_run", False, "Print configuration, roles and batch arithmetic, and start nothing.")
+_DRY_RUN = flags.DEFINE_bool(
+    "dry_run", False, "Check configuration, files and data, print roles and batch arithmetic, and start nothing."
+)
 _ALL_SETTINGS = flags.DEFINE_bool(
     "all_settings",
     False,
@@ -333,7 +335,7 @@ def _unknown_flag(error: flags.UnrecognizedFlagError, values: ConfigValues) -> s
     if places.count("--config.") == 1:
         places = places.replace("'?", f"={value}'?")
     elif not places:
-        places = nearest(name, flags.FLAGS).partition(" Known:")[0]
+        places = nearest(name, flags.FLAGS).partition(" Known:")[0].replace("mean '", "mean '--")
     return f"There is no flag --{error.flagname}.{places or ' python -m podrl.launch --help_config lists all keys.'}"
 
 

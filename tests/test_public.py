@@ -5,6 +5,7 @@ import dataclasses
 import inspect
 import json
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -167,6 +168,23 @@ def test_roles_are_those_of_the_field_and_a_teacher():
         "ROLLOUT": "rollout",
         "TEACHER": "teacher",
     }
+
+
+def trl_settings():
+    """Lists TRL's names of settings in the table of docs/from-trl.md that podrl does not have under the same name."""
+    page = (pathlib.Path(__file__).parents[1] / "docs" / "from-trl.md").read_text()
+    rows = [line.split(" | ")[0] for line in page.split("## What is called what")[1].split("\n## ")[0].splitlines()]
+    names = {name for row in rows[4:] if "(reward_funcs" not in row for name in re.findall(r"`(\w+?)_?[*=`\"]", row)}
+    fields = {field.name for cls in (podrl.GRPOConfig, podrl.RolloutConfig) for field in dataclasses.fields(cls)}
+    of_the_trainer = {"model", "train_dataset", "eval_dataset", "tools", "environment_factory", "token", "sequence"}
+    return sorted(names - fields - of_the_trainer)
+
+
+@pytest.mark.parametrize("name", trl_settings())
+def test_a_setting_of_trl_is_answered_with_the_setting_of_podrl(name):
+    name = "vllm_mode" if name == "vllm" else name
+    with pytest.raises(ValueError, match=rf"GRPOConfig has no field {name}: \w"):
+        podrl.GRPOConfig(**{name: "asked for"})
 
 
 # Public methods and properties of Tunix's classes (rl_cluster.py, rl_learner.py), and methods of transformers and TRL.

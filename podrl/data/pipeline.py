@@ -320,7 +320,8 @@ def _key_of_longest(config: DataConfig, tokenizer: Tokenizer, look: int, cache: 
 
 
 def _longest(config: DataConfig, tokenizer: Tokenizer, look: int) -> _Longest:
-    lengths, longest, text = [1], 1, ""
+    lengths: list[int] = []
+    longest, text = 1, ""
     for part in (opened := split(config)).parts:
         rendered = sources.make_all(part.train, Renderer(part.config, tokenizer))
         for prompt, fields in itertools.islice(rendered, -(-look // len(opened.parts))):
@@ -329,7 +330,7 @@ def _longest(config: DataConfig, tokenizer: Tokenizer, look: int) -> _Longest:
                 said = [value for value in fields.values() if isinstance(value, str) and value in prompt.text]
                 longest, text = length, max(said, key=len, default=prompt.text)[:80]
             lengths.append(length)
-    usual = int(np.quantile(lengths, 0.99, method="lower"))
+    usual = int(np.quantile(lengths or [1], 0.99, method="lower"))
     return _Longest(-(-longest // 64) * 64, -(-usual // 64) * 64, text)
 
 

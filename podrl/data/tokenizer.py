@@ -482,7 +482,10 @@ def _open_backend(directory: epath.Path, config: JsonObject) -> _Backend:
         return _Json(fast, config)
     if slow.exists():
         return _SentencePiece(slow, _added_tokens(config) | _added_elsewhere(directory))
-    raise FileNotFoundError(f"{directory} holds neither tokenizer.json nor tokenizer.model: one of them is needed.")
+    raise FileNotFoundError(
+        f"{directory} holds neither tokenizer.json nor tokenizer.model: a model's directory needs one of them, beside "
+        "config.json and the weights (model.path)."
+    )
 
 
 def _added_tokens(config: JsonObject) -> dict[int, tuple[str, bool]]:

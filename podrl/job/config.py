@@ -315,7 +315,7 @@ def section_of(algorithm: str) -> str:
     return "ppo" if preset(algorithm).advantage_estimator().needs_critic else "grpo"
 
 
-@section("")
+@section("", {"resume": "the same command with the same --workdir resumes."})
 @dataclasses.dataclass(frozen=True)
 class Job:
     """The whole configuration of a job, one section per field.

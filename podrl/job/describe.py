@@ -124,10 +124,8 @@ def print_plan(
     if not job.kind.offline and not console.quiet:
         for line in (*weight_lines(job, on, pod), *data_lines(job)):
             console.print(line)
-    if pod is not None and job.roles.colocated:
-        console.print("Warning: roles.colocated=True has no effect in a pod, where every host has one role.")
     if not console.quiet:
-        for text in doubtful(job):
+        for text in doubtful(job, pod=pod is not None):
             console.print(f"Warning: {text}")
     if dry:  # a run itself warns at its start
         for text in no_update_lines(job):

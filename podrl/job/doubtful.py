@@ -15,15 +15,19 @@ _NAMES = ("environment", "others", "program", "verifiers", "tools", "mcp", "syst
 _LARGE_RATE = 0.1  # AdamW moves a weight by about the learning rate in each update; weights are of the order 0.01 to 1
 
 
-def doubtful(job: Job) -> list[str]:
+def doubtful(job: Job, *, pod: bool = False) -> list[str]:
     """Lists settings that have no effect in this job although they differ from their defaults, and doubtful values.
+
+    Args:
+      job: the job.
+      pod: True if the job has several processes.
 
     Returns:
       One sentence for each reason, which names the settings with their values.
     """
     values, usual = _flat(job.as_mapping()), _flat(unset(job.algorithm))
     found = []
-    for reason, patterns in _unread(job).items():
+    for reason, patterns in _unread(job, pod).items():
         keys = [key for key in values if key in usual and any(_named(key, pattern) for pattern in patterns)]
         if changed := [f"{key}={values[key]!r}" for key in keys if values[key] != usual[key]]:
             have = "has" if len(changed) == 1 else "have"
@@ -31,7 +35,7 @@ def doubtful(job: Job) -> list[str]:
     return [*found, *_values(job)]
 
 
-def _unread(job: Job) -> dict[str, tuple[str, ...]]:
+def _unread(job: Job, pod: bool) -> dict[str, tuple[str, ...]]:
     """Maps each reason why settings are not read by this job to these settings; 'a.*' stands for all keys of a group.
 
     A setting is listed only if it is certain that no part of the job reads it.
@@ -41,6 +45,8 @@ def _unread(job: Job) -> dict[str, tuple[str, ...]]:
     generated = all(is_generated(one.path) for one in job.data.singles())
     samples = not job.kind.offline
     reasons: dict[str, tuple[bool, tuple[str, ...]]] = {
+        "the job has one process": (not pod, ("roles.trainer.hosts", "roles.rollout.hosts")),
+        "in a pod every host has one role": (pod, ("roles.colocated",)),
         "the job has no environment (env.environment, env.tools, env.mcp, env.program)": (
             not env.used,
             tuple(f"env.{name}" for name in type(env).__dataclass_fields__ if name not in _NAMES),
@@ -146,9 +152,6 @@ def _values(job: Job) -> Iterator[str]:
             f"trainer.learning_rate={rate:g} moves every weight by about {rate:g} in each update, which destroys a "
             "trained model: usual rates are 1e-7 to 1e-2."
         )
-    every = job.trainer.eval_every_n_steps
-    if every and not (job.eval.problems or job.eval.sets):
-        yield f"trainer.eval_every_n_steps={every} has no effect: eval.problems=0 leaves evaluations out."
     try:
         opened = split(job.data, job.kind.form)
     except FileNotFoundError:  # a dry run on another machine than the run's
@@ -156,7 +159,7 @@ def _values(job: Job) -> Iterator[str]:
     records = sum(len(part.train) for part in opened.parts)
     key = f"{job.section}.batch_size" if job.kind.offline else "rollout.prompts_per_step"
     batch = job.algo.batch_size if job.kind.offline else job.rollout.prompts_per_step
-    if 0 < records < batch:
+    if 0 < records < batch and not job.env.used:  # an environment may draw another game each time
         yield (
             f"{key}={batch} is more than the {plural(records, 'record')} to train on, so every step has some of them "
             f"several times: set it to at most {records}."

@@ -19,7 +19,7 @@ from podrl.mappings import JsonObject, LogRecord, Metrics, SavedState
 from podrl.mesh.chips import peak_flops
 from podrl.models.parameters import param_specs
 from podrl.models.sizes import parameters_of_a_token
-from podrl.rundir.console import Progress
+from podrl.rundir.console import Progress, TimeLeft
 from podrl.rundir.findings import Examination
 from podrl.rundir.gauges import Gauges, StepWork, first_start
 from podrl.rundir.history import Past
@@ -139,9 +139,10 @@ class Recorder:
         # The newest step until it is written: (step, host metrics, device metrics, time of its end).
         self._late: tuple[int, dict[str, float], Metrics, float] | None = None
         self._progress: Progress | None = None
+        self._time_left = TimeLeft(schedule.max_steps)
         self._examination = Examination(run.config)
         self._nonfinite = 0  # number of updates in a row that were skipped
-        self._start, self._started, self._last = 0, time.monotonic(), time.monotonic()
+        self._start, self._last = 0, time.monotonic()
         self._before: dict[str, float] = {}  # seconds of the stages before the first step
         self._gauges: Gauges | None = None  # None in processes that write no metrics
         self._compiled = 0.0  # seconds of compiling before this step
@@ -370,9 +371,7 @@ class Recorder:
                 self._run.log_config.console_every,
                 self._schedule.updates_per_step,
             )
-            self._started, self._start = time.monotonic(), step
-        done = step - self._start  # the first step shown does not count: it compiles, so its time is untypical
-        left = (time.monotonic() - self._started) / done * (self._schedule.max_steps - step) if done else None
+        left = self._time_left.after(step, values["time/step"])
         shown = {short: values[name] for name, short in self._report.watched() if name in values}
         named = {name for name, _ in self._report.watched()}
         more = {name: value for name, value in values.items() if _in_table(name) and name not in named}

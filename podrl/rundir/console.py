@@ -5,6 +5,7 @@ are.
 """
 
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import IO
@@ -57,6 +58,28 @@ def print_table(
     for row in rows:
         table.add_row(*(str(cell) for cell in row))
     console.print(table)
+
+
+class TimeLeft:
+    """Estimates the seconds until the last step of a run."""
+
+    def __init__(self, total: int) -> None:
+        """Starts without an estimate; `total` is the number of the last step."""
+        self._total = total
+        self._first, self._began, self._spent = 0, 0.0, 0.0
+
+    def after(self, step: int, seconds: float) -> float | None:
+        """Returns the seconds that are left after a step that took `seconds`; None after the first step it is told.
+
+        The first step does not count: it compiles, so its time is untypical. A host may learn of two steps at once, so
+        the clock alone could say that a step takes no time; the seconds of the steps leave out the time between them.
+        """
+        if not self._first:
+            self._first, self._began = step, time.monotonic()
+            return None
+        self._spent += seconds
+        spent = max(self._spent, time.monotonic() - self._began)
+        return spent / (step - self._first) * (self._total - step)
 
 
 class Progress:

@@ -7,7 +7,7 @@ import re
 import pytest
 
 import podrl
-from podrl.rundir.console import Progress, make_console, print_table
+from podrl.rundir.console import Progress, TimeLeft, make_console, print_table
 
 HOSTILE = ["a[/b]", "[bold]x", "[red]", "runs/[1]", ":smile:", "[link=x]y[/link]", r"\[x]"]
 
@@ -56,6 +56,14 @@ def test_the_time_left_is_said_once_it_can_be_known(capsys):
     progress.update(2, {"reward": 1.0}, 61.0)
     first, second = capsys.readouterr().out.splitlines()
     assert first.strip() == "step 1/3  reward 1.000" and second == "step 2/3  reward 1.000  left 1:01"
+
+
+def test_steps_that_are_told_at_once_took_their_own_time():
+    """After a resume in a pod, the trainer learns of the first two steps at the same moment."""
+    left = TimeLeft(36)
+    assert left.after(19, 40.0) is None
+    assert left.after(20, 2.0) >= 2.0 * 16
+    assert left.after(36, 2.0) == 0.0
 
 
 def test_a_line_counts_updates_too_where_a_step_makes_several(capsys):

@@ -327,7 +327,7 @@ def test_the_copies_of_the_weights_are_counted():
     with pytest.raises(ValueError, match=r"roles\.eval\.hosts='3' .* eval\.problems=0"):
         planned("grpo", roles={"eval": {"hosts": "3"}}, eval={"problems": 0})
     _, text = planned("grpo", dry=True, pod=split, roles={"colocated": True})
-    assert "roles.colocated=True has no effect in a pod" in text
+    assert "roles.colocated=True has no effect: in a pod every host has one role" in text
     # Under LoRA only adapters move, and the tensor from which many layers are read is not held twice.
     lora = {"path": "", "size": "gemma2-2b", "lora": {"rank": 4, "pattern": "q"}}
     large, _ = planned("grpo", model=lora, rollout={"data_type": "bfloat16"}, trainer={"max_steps": 1})

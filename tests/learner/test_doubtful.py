@@ -36,7 +36,6 @@ def job(algorithm, **sections):
         ("grpo", {"model": {"lora": {"alpha": 8.0}}}, "model.lora.alpha=8.0 has no effect: model.lora.rank=0"),
         ("grpo", {"reward": {"model_weight": 2.0}}, "reward.model_weight=2.0 has no effect: reward.model is empty"),
         ("grpo", {"eval": {"problems": 0, "samples": 9}}, "eval.samples=9 has no effect: eval.problems=0"),
-        ("grpo", {"eval": {"problems": 0}, "trainer": {"eval_every_n_steps": 5}}, "trainer.eval_every_n_steps=5"),
         ("grpo", {"trainer": {"critic_learning_rate": 0.5}}, "trainer.critic_learning_rate=0.5"),
         ("reward_model", {"trainer": {"balance_coef": 0.5}}, "trainer.balance_coef=0.5 has no effect: a reward model"),
         ("grpo", {"trainer": {"end_fraction": 0.5}}, "trainer.end_fraction=0.5 has no effect: trainer.schedule"),
@@ -50,6 +49,11 @@ def job(algorithm, **sections):
         ("grpo", {"grpo": {"gamma": 0.5}}, "grpo.gamma=0.5 has no effect: the advantage estimator grpo"),
         ("rloo", {"grpo": {"advantage_ddof": 0}}, "grpo.advantage_ddof=0 has no effect: the advantage estimator rloo"),
         ("sft", {"rollout": {"prompts_per_step": 9}}, "rollout.prompts_per_step=9 has no effect: algorithm=sft"),
+        (
+            "grpo",
+            {"roles": {"trainer": {"hosts": "0-1"}}},
+            "roles.trainer.hosts='0-1' has no effect: the job has one process",
+        ),
         ("grpo", {"trainer": {"learning_rate": 1.0}}, "trainer.learning_rate=1 moves every weight"),
     ],
 )
@@ -100,3 +104,21 @@ def test_the_configurations_of_podrl_have_no_such_setting(name, algorithm):
     if algorithm == "opd":
         whole["model"]["reference"] = "tiny"
     assert doubtful(parse(whole)) == []
+
+
+def test_devices_for_both_roles_are_named_in_a_pod():
+    colocated = job("grpo", roles={"colocated": True})
+    assert doubtful(colocated) == []
+    assert doubtful(colocated, pod=True) == ["roles.colocated=True has no effect: in a pod every host has one role."]
+
+
+def test_an_evaluation_turned_off_and_a_game_in_one_record_are_no_mistake(tmp_path):
+    (tmp_path / "games.jsonl").write_text('{"question": "Guess.", "answer": ""}\n')
+    off = {"eval": {"problems": 0}, "trainer": {"eval_every_n_steps": 5}}
+    assert doubtful(job("grpo", **off)) == []
+    data = {"path": f"{tmp_path}/games.jsonl"}
+    assert "rollout.prompts_per_step=8 is more than the 1 record" in doubtful(job("grpo", **off, data=data))[0]
+    assert (
+        doubtful(job("grpo", **off, data=data, rollout={"max_response_tokens": 64}, env={"tools": ("calculator",)}))
+        == []
+    )
