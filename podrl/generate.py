@@ -109,6 +109,13 @@ def _parser() -> argparse.ArgumentParser:
         "--parser", choices=get_args(env.Parser), default="call_tool", help="format of a tool call (env.parser)"
     )
     parser.add_argument(
+        "--history",
+        choices=get_args(env.History),
+        default="template",
+        help="'template' opens a branch where the chat template renders earlier turns anew, 'append' continues the "
+        "sampled tokens (env.history)",
+    )
+    parser.add_argument(
         "--max_response",
         type=int,
         default=None,
@@ -433,10 +440,12 @@ def _environment(args: argparse.Namespace) -> env.EnvironmentConfig:
             "tools, so leave the others out."
         )
     if args.program:
-        return env.EnvironmentConfig(environment=env.PROGRAM, program=args.program, parser=args.parser)
-    if not args.env and not args.tool:
+        played = {"environment": env.PROGRAM, "program": args.program}
+    elif not args.env and not args.tool:
         return env.EnvironmentConfig()
-    return env.EnvironmentConfig(environment=args.env or "tools", tools=tuple(args.tool), parser=args.parser)
+    else:
+        played = {"environment": args.env or "tools", "tools": tuple(args.tool)}
+    return env.EnvironmentConfig(**played, parser=args.parser, history=args.history)
 
 
 @contextlib.contextmanager
@@ -451,7 +460,7 @@ def _env_client(config: env.EnvironmentConfig, tokenizer: Any) -> Iterator[Any]:
         yield None
         return
     with Episodes(config, Limits(), journal=None) as host:
-        env_client = EnvironmentClient(host, Dialogue(tokenizer))
+        env_client = EnvironmentClient(host, Dialogue(tokenizer), history=config.history)
         check(host, env_client.dialogue)
         yield env_client
 

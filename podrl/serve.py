@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
+from podrl.environments.config import History
 from podrl.environments.config import Parser as CallParser
 from podrl.environments.front import Front, FrontSettings, check_packages
 from podrl.environments.wire.requests import Answer, AnswerPart, ParsedRequest, RefusedRequest
@@ -52,6 +53,13 @@ def _parser() -> argparse.ArgumentParser:
         choices=get_args(CallParser),
         default="hermes",
         help="format in which the model writes a tool call (env.parser)",
+    )
+    parser.add_argument(
+        "--history",
+        choices=get_args(History),
+        default="template",
+        help="'template' opens a branch where the chat template renders earlier turns anew, 'append' continues the "
+        "sampled tokens (env.history)",
     )
     parser.add_argument(
         "--context",
@@ -321,7 +329,7 @@ def _load(args: argparse.Namespace, devices: Sequence[Any] | None = None) -> tup
     worker = RolloutWorker(model, mesh, config, seed=args.seed, **tokens)
     worker.warm_up(params, _write_line)
     defaults = {"sampling": _sampling(args), "seed": args.seed}
-    return Serving(worker, Policy(params, 0), tokenizer, parser=args.parser, **defaults), context
+    return Serving(worker, Policy(params, 0), tokenizer, parser=args.parser, history=args.history, **defaults), context
 
 
 def _load_model(name: str, mesh: Any, dtype: Any) -> tuple[Any, Any, Any]:

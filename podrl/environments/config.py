@@ -18,6 +18,8 @@ TOOLS, NONE, PROGRAM = "tools", "none", "program"  # names of the environments t
 VERIFIERS_AGENT = pathlib.Path(__file__).with_name("verifiers_agent.py")
 Parser = Literal["call_tool", "tool", "legacy", "hermes", "json", "v20250824", "unified", "qwen3", "llama3", "gemma"]
 
+History = Literal["template", "append"]
+
 
 def is_own(name: str) -> bool:
     """Returns True if an environment's name is a place in code of the user: 'file.py:Name' or 'package.module:Name'."""
@@ -192,7 +194,7 @@ class EnvironmentConfig:
     verifiers: str = ""
     processes: Count = 16
     failed_share: Share = 0.2
-    history: Literal["template", "append"] = "template"
+    history: History = "template"
     tools: tuple[str, ...] = ()
     mcp: tuple[MCPServer | str, ...] = ()
     parser: Parser = "call_tool"

@@ -14,6 +14,7 @@ from podrl.engine.config import Sampling
 from podrl.engine.session import Opening, Session, Track
 from podrl.engine.state import STOP_IDS
 from podrl.environments.calls import SEPARATOR, shortened
+from podrl.environments.config import History
 from podrl.environments.protocol import FULL, REFUSED, Task, Turn
 from podrl.environments.wire.requests import RefusedRequest
 from podrl.environments.workers import EpisodeEnd, EpisodeEvent, EpisodeObservation, EpisodeRestart, EpisodeReturn
@@ -76,7 +77,7 @@ class EnvironmentClient:
     dialogue: Dialogue
     clock: Literal["tokens", "wall"] = "tokens"
     failed_share: float = 1.0
-    history: Literal["template", "append"] = "template"
+    history: History = "template"
     waits_for: str = ""
     started: int = 0
     inboxes: dict[int, list[EpisodeEvent]] = dataclasses.field(default_factory=dict)

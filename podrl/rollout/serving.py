@@ -13,6 +13,7 @@ from podrl.data.tokenizer import Tokenizer
 from podrl.engine.config import Sampling
 from podrl.engine.keys import sample_keys
 from podrl.engine.session import Session, Track
+from podrl.environments.config import History
 from podrl.environments.wire import chat
 from podrl.environments.wire.requests import Answer, AnswerPart, Choice, ParsedRequest, RefusedRequest
 from podrl.rollout.histories import Histories
@@ -60,7 +61,15 @@ class Serving:
     """
 
     def __init__(
-        self, worker: RolloutWorker, policy: Policy, tokenizer: Tokenizer, *, sampling: Sampling, parser: str, seed: int
+        self,
+        worker: RolloutWorker,
+        policy: Policy,
+        tokenizer: Tokenizer,
+        *,
+        sampling: Sampling,
+        parser: str,
+        history: History,
+        seed: int,
     ) -> None:
         """Keeps the arguments; the first request opens a session of the engine.
 
@@ -70,11 +79,12 @@ class Serving:
           tokenizer: tokenizer of the model.
           sampling: default temperature, top_p, top_k and min_p of a request.
           parser: format in which the model writes a tool call (env.parser).
+          history: env.history, which decides whether a request continues an earlier answer.
           seed: default random seed of a request.
         """
         self._worker, self._policy, self._tokenizer = worker, policy, tokenizer
         self._sampling, self._parser, self._seed = sampling, parser, seed
-        self._dialogue, self.histories = Dialogue(tokenizer), Histories(tokenizer, parser)
+        self._dialogue, self.histories = Dialogue(tokenizer), Histories(tokenizer, parser, append=history == "append")
         self._context, self._vocab = worker.config.kv_cache_size, worker.model.vocab_size
         self._session: Session | None = None
         self._request_count = 0  # requests of the present session

@@ -8,6 +8,8 @@ import pytest
 
 import podrl
 from podrl import generate
+from podrl.data.tokenizer import Tokenizer
+from podrl.storage import hub
 
 TINY = pathlib.Path(podrl.__file__).parent / "assets" / "tiny"
 
@@ -194,3 +196,11 @@ def test_a_damaged_prompts_file_of_a_model_is_named(tmp_path):
         generate.prompt_settings_of(tmp_path)
     (tmp_path / "prompts.json").unlink()
     assert generate.prompt_settings_of(tmp_path) == {}
+
+
+def test_the_environment_of_completions_follows_history():
+    """A program of a run with env.history=append is tried with the branches that its training makes."""
+    arguments = ["--model=tiny_tools", "--prompts=p", "--out=o", "--tool=calculator", "--history=append"]
+    config = generate._environment(generate._parser().parse_args(arguments))
+    with generate._env_client(config, Tokenizer.load(str(hub.local("tiny_tools")))) as client:
+        assert client.history == "append"
