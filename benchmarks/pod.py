@@ -229,7 +229,7 @@ class Cluster:
 
 
 class Run:
-    """Stands for a run directory: nothing is written, nobody asks to stop."""
+    """Stands for a run: nothing is written, and no stop is ever requested."""
 
     profiler, traced, workdir = Profiler(""), None, None
 

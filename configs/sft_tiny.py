@@ -33,7 +33,7 @@ def get_config(variant: str = "tiny") -> ConfigDict:
     config = ConfigDict()
     config.algorithm = "sft"
     config.seed = 0
-    config.fake_devices = 1  # one device is the fastest form on a CPU
+    config.fake_devices = 1  # on a CPU, one device is fastest
     config.compile_cache = "auto"  # keeps compiled programs for the next start; "" keeps none; a path names the place
     config.model = ConfigDict({"path": "scratch"})
     if variant == "moe":

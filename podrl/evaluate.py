@@ -441,7 +441,7 @@ class Scoring:
 
         Args:
           rewards: the reward functions.
-          tasks: fields of each record as in training.
+          tasks: fields of each record, as training has them.
           texts: completions, record by record, n of each.
           of_samples: fields by name, a value for each completion.
 

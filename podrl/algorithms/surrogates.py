@@ -328,7 +328,8 @@ def clip_cov(
     covariance_low: float = 1.0,
     covariance_high: float = 5.0,
 ) -> Surrogate:
-    """Computes `clip`, but 0 on a few tokens of large covariance of advantage and logprob (Clip-Cov, arXiv 2505.22617).
+    """Computes `clip`, with a loss of 0 on a few tokens with a large covariance of advantage and logprob (Clip-Cov,
+    arXiv 2505.22617).
 
     The dropped tokens are chosen among the unclipped tokens whose covariance (`token_covariance`) lies between the
     bounds. The paper draws them at random; here the tokens of largest covariance are dropped, so that a step is a

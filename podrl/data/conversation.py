@@ -325,7 +325,7 @@ class _Writing:
 
         Args:
           i: index of the turn.
-          alone: text from the beginning of the turn's words on, in a rendering in which the turn is the last one.
+          alone: the conversation rendered with this turn as its last message, from the turn's first word to the end.
           start: index in the whole text at which the turn's words begin.
         """
         if not alone:

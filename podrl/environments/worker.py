@@ -275,7 +275,9 @@ class _Worker:
     def __init__(self, replies: BinaryIO) -> None:
         self._replies = replies
         self._config, self._folder = EnvironmentConfig(), ""
-        self._environments: dict[str, Any] = {}  # by name: classes, instantiated once per episode, and objects
+        self._environments: dict[
+            str, Any
+        ] = {}  # by name: a class, of which every episode gets an instance, or an object for all
         self._models: dict[int, RemoteModel] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
 

@@ -686,7 +686,7 @@ def _no_reference(job: Job) -> str:
 
 
 def _check_teacher(job: Job) -> None:
-    """Refuses a teacher without a model or without anything to teach, and hints that nobody reads."""
+    """Refuses a teacher that has no model or nothing to teach, and a `data.hint` that no teacher reads."""
     taught = job.algo.distillation if job.section == "grpo" else None
     if job.roles.teacher.mesh != TRAINER and not job.model.teachers:
         raise ValueError(

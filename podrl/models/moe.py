@@ -559,7 +559,7 @@ class _Form(NamedTuple):
 
     Attributes:
       experts: number of a layer's experts on this device, E.
-      parts: number of devices that a layer's experts are cut over.
+      parts: number of devices that a layer's experts are split over.
       activation: gate non-linearity, see `gated`.
       scale: factor of the adapters' products.
       tpu: True if the TPU kernel computes the products.

@@ -55,8 +55,8 @@ class CollectiveTransport:
           plan: plan made from `sources` and `targets`.
           sources: sharding of each leaf before the move, all on one mesh.
           targets: sharding of each leaf after the move, all on one mesh that shares no device with the source mesh.
-          flat_bytes: number of bytes. Boxes of one shape that have fewer bytes than this, all together on one device,
-            share a message with boxes of other shapes.
+          flat_bytes: bound in bytes. If all boxes of one shape on a device have fewer bytes in sum, they share a
+            message with boxes of other shapes.
 
         Raises:
           ValueError: the meshes share devices.

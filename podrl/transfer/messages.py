@@ -289,8 +289,8 @@ def bucket_programs(leaves: Sequence[Crossing], union: Mesh, *, in_parts: bool, 
       leaves: the bucket's leaves.
       union: mesh of all devices in one row, the source mesh's devices first.
       in_parts: True if the bucket is one leaf that crosses part by part.
-      flat_bytes: number of bytes. Boxes of one shape that have fewer bytes than this, all together on one device, share
-        a message with boxes of other shapes.
+      flat_bytes: bound in bytes. If all boxes of one shape on a device have fewer bytes in sum, they share a message
+        with boxes of other shapes.
     """
     source, target = cast(Mesh, leaves[0].source.mesh), cast(Mesh, leaves[0].target.mesh)
     messages = _messages(leaves, flat_bytes)

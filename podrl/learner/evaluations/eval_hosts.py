@@ -154,7 +154,7 @@ class EvaluationShares:
         return Message()
 
     def _on_leaves(self, message: Message) -> Message:
-        """Allows a host that was asked to stop to leave; the last host stays, and the job stops."""
+        """Lets a host leave if it was asked to stop. If it is the last host, it stays, and the job stops."""
         host = int(message.value["process"])
         others = [other for other in self._present() if other != host]
         # A host that may leave can ask again, and other hosts may have been lost since: the answer must stay yes.

@@ -85,7 +85,7 @@ def _script(source: str) -> None:
 
 
 def _functions(source: str, channel: socket.socket) -> None:
-    """Runs the program, then answers requests for the objects that it defines until the channel ends."""
+    """Runs the program; then, until the channel ends, answers requests for the objects that it defines."""
     objects: list[object] = []
 
     def refer(value: object) -> Reference:
