@@ -150,7 +150,7 @@ class _Client:
 
 
 def _request(turns: int) -> bytes:
-    """Writes the request of an agent with three tools, whose earlier turns each called one of them."""
+    """Writes the request of an agent that has three tools and called one of them in each earlier turn."""
     rng = random.Random(0)
     messages: list[dict[str, Any]] = [{"role": "system", "content": _text(rng)}]
     for turn in range(turns):

@@ -57,7 +57,7 @@ _NUMBERS = {
     "restarts": (int, 0),
     "heartbeat_s": (float, 1.0),
 }
-_KEY = re.compile(r"-{0,2}(?!config\.)[a-z]\w*(\.[a-z]\w*)+=")  # a key of the configuration without --config.
+_KEY = re.compile(r"-{0,2}(?!config\.)[a-z]\w*(\.[a-z]\w*)+=")  # a configuration key without the prefix '--config.'
 _SWITCHES = ("dry_run", "all_settings", "shared_workdir", "debug", "help", "helpfull", "h")
 _COMMAND = "PODRL_COMMAND"  # environment variable that passes the user's command to the processes of a local pod
 

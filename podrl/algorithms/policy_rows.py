@@ -102,6 +102,6 @@ class ExtraTermRows:
 
 @flax.struct.dataclass
 class ReferencedRows(PolicyRows):
-    """PolicyRows for a loss with a KL to the reference: `ref_logprob_BT` has log-probabilities under it, nats."""
+    """PolicyRows for a loss with a KL to the reference, with log-probabilities under the reference in nats."""
 
     ref_logprob_BT: Float[Array, "B T"]

@@ -24,7 +24,7 @@ REFUSED = 3  # exit code if the settings do not fit a task; the last line of sta
 _EPISODES = 256
 # Kinds of lost samples (podrl.agent.Failure) by verifiers' types of errors; other errors count as the agent's.
 _KINDS = dict.fromkeys(("EnvError", "SandboxError", "ToolsetError"), "environment")
-_KINDS |= {"TaskError": "grading"}  # the task's own code, most of which grades
+_KINDS |= {"TaskError": "grading"}  # an error in the task's own code, which is mostly grading code
 _KINDS |= dict.fromkeys(("ProviderError", "InterceptionError", "TunnelError"), "infrastructure")
 _players: "dict[str, Player]" = {}  # environments of this process by their [env] block
 

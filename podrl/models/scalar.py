@@ -41,7 +41,7 @@ def abstract_params(config: ModelConfig, mesh: Mesh, dtype: jnp.dtype) -> PyTree
 
 
 def split_trainable(params: PyTree, config: ModelConfig) -> tuple[PyTree, PyTree]:
-    """Splits parameters into (trainable, frozen): the head trains, the trunk as in `parameters.split_trainable`."""
+    """Splits parameters into (trainable, frozen). The head trains; `parameters.split_trainable` splits the trunk."""
     trunk = {name: leaf for name, leaf in params.items() if name != HEAD}
     trainable, frozen = parameters.split_trainable(trunk, config)
     return {**trainable, HEAD: params[HEAD]}, frozen

@@ -224,7 +224,7 @@ _DECIMAL = re.compile(
     r"([0-9]*|[1-9][0-9]{0,2}(?:,[0-9]{3})+|[1-9][0-9]{0,2}(?:[ ][0-9]{3})+|[1-9][0-9]{0,2}(?:['_][0-9]{3})+|"
     r"[1-9][0-9]?(?:,[0-9]{2})+,[0-9]{3})(?:\.([0-9]*)(?:\x01([0-9]+))?)?(?:[eE]([-+]?[0-9]+))?"
 )
-# Between two numbers: a calculation, a ratio, a range, or two numbers side by side.
+# Text between two numbers that form a calculation, a ratio or a range, or that stand side by side.
 _JOINS = re.compile(
     r"[ ()]*(?:[-+*/^:,;]|x|X|(?:times|plus|minus|over|divided by|to|by|of|out of|in|per|mod|and)\b)[ ()]*"
     r"|[)\]]?[\[(]?| "

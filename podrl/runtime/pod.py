@@ -5,10 +5,10 @@ processes. The leader watches its connections to all processes, and every proces
 A process that fails tells the leader before it ends. The leader tells all others, and each ends at once with os._exit,
 so that no process waits in a collective or a barrier for one that is gone.
 
-A job of topology split goes on without a lost rollout or evaluation host. The leader gives that host up in its channel:
-if the host was only unreachable for a while, it learns so from the answer to its next request, and ends with exit code
-42. A process that comes back to the leader of a later run ends in the same way. The next process in its place starts
-from nothing.
+A job of topology split goes on when a rollout or evaluation host is lost. From then on the leader's channel refuses the
+requests of that host. If the host was only unreachable for a while, the answer to its next request tells it that it was
+given up, and it ends with exit code 42. A process that comes back to the leader of a later run ends in the same way.
+The next process in the host's place starts from nothing.
 """
 
 import itertools

@@ -195,7 +195,7 @@ class CollectiveTransport:
         return self._kept[mesh, tables]
 
     def _start(self, mesh: Mesh, at: int) -> Array:
-        """Returns the start of a part as an array on every device of a mesh; made once."""
+        """Returns the start of a part as an array on every device of a mesh; makes each such array once."""
         if (mesh, at) not in self._kept:
             place = NamedSharding(mesh, Spec())
             self._kept[mesh, at] = jax.make_array_from_callback((), place, lambda _: np.int32(at))

@@ -228,8 +228,8 @@ class Dispatcher:
     def state(self, step: int, first: int) -> PartialBatch:
         """Collects, for a checkpoint, as many open groups as the batch of a step will have.
 
-        The last batch that was begun in an earlier step also gets the groups of the prompts that were read for this
-        step. Hosts offer the state of their groups at the start of each window in which a checkpoint is made.
+        Groups whose prompts were read for the current step join the last batch that was begun before it. Hosts offer
+        the state of their groups at the start of each window in which a checkpoint is made.
 
         Args:
           step: step that trains on the batch.
