@@ -1,8 +1,8 @@
 """Attention of the decode engine: each query visits only the key pages in use, so its cost follows their number.
 
-Every read of a page gives a partial result (maximum, normaliser, weighted values) for the queries that it serves. A
-sample's result merges the partial results of its pages in a fixed order. So it does not depend, bit for bit, on the
-sample's lane, on the indices of its pages, or on other samples.
+Every read of a page gives a partial result (maximum, normaliser, weighted values) for the queries that the read
+serves. The partial results of a sample's pages are merged in a fixed order. So the sample's result does not depend, bit
+for bit, on its lane, on the indices of its pages, or on other samples.
 """
 
 from collections.abc import Callable
@@ -93,7 +93,7 @@ def decode_attention(
     window: Int[Array, ""],
     softcap: float,
 ) -> tuple[Float[Array, "R N H"], tuple[PartialSoftmax, PartialSoftmax]]:
-    """Attends with one token per lane to the lane's prompt pages, own pages and the keys of this dispatch.
+    """Attends, with one token per lane, to the lane's prompt pages, to its own pages and to the keys of this dispatch.
 
     Args:
       q_RNH: scaled, rotated queries; head n reads key/value head n // (N / K).
@@ -104,7 +104,7 @@ def decode_attention(
       scratch: arrays for the partial results of shared and of own reads, from `make_scratch`. They are overwritten and
         returned, so that no step has to clear the part that it does not use.
       position_R: position of the query.
-      window: number of tokens that a query sees, counted backwards from its own, which is included.
+      window: number of tokens that a query sees: its own token and the tokens just before it.
       softcap: bound of the scores, `softcap * tanh(score / softcap)`; 0 for none.
 
     Returns:
@@ -223,7 +223,7 @@ def kernel_attention(
 
 
 def loop_counts(reads: ReadList) -> dict[str, int]:
-    """Counts how often each loop of a decode step runs for a read list on the host, and how many pages kernels read.
+    """Counts, from a read list on the host, how often each loop of a decode step runs and how many pages kernels read.
 
     Returns:
       The counts, by the named scope of the loop or the name of the kernel.
@@ -263,7 +263,7 @@ def recent_attention(
     Args:
       q_RNH: scaled, rotated queries.
       k_RKCH, v_RKCH: keys and values of the dispatch so far; C is the number of its decode steps.
-      step: number of the present decode step, from 0, which is the place of the query's own token.
+      step: number of the present decode step, from 0; the query's own token has this place among the C keys.
       window, softcap: arguments of `decode_attention`.
       sinks: scores of the heads' sinks, in one array, see `podrl.models.attention.attention`; () if heads have none.
 
@@ -295,7 +295,7 @@ def prefill_attention(
     softcap: float,
     sinks: tuple[Float[Array, " N"], ...] = (),
 ) -> Float[Array, "B T N H"]:
-    """Attends with a chunk of each row to the row's earlier pages, to the sinks and, causally, to itself.
+    """Attends, with a chunk of each row, to the row's earlier pages, to the sinks and, causally, to the chunk itself.
 
     The other arguments are those of `decode_attention` and `recent_attention`.
 
@@ -337,7 +337,7 @@ def _blocks(
 ) -> PartialSoftmax:
     """Computes the partial results of `total` reads block by block into `scratch`.
 
-    Entries of `scratch` after these reads keep stale values of an earlier layer or step.
+    The entries of `scratch` that these reads do not fill keep stale values of an earlier layer or step.
     """
 
     def body(i: Array, parts: PartialSoftmax) -> PartialSoftmax:

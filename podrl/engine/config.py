@@ -125,23 +125,23 @@ class RolloutConfig(SamplingSettings):
       kv_cache_size: largest number of tokens that one sample may hold, including its prompt; a request that could
         exceed it is refused.
       data_type: dtype of the engine's weights, activations and cache; None is the trainer's compute dtype.
-      eos_tokens: ids that end a sample; None is the tokenizer's.
+      eos_tokens: ids that end a sample; None takes the tokenizer's end tokens.
       return_logprobs: accepted for compatibility; podrl always returns log-probabilities.
       lanes: number of samples that the whole mesh decodes at once, rounded up to a multiple of its data-parallel size.
         Samples are bitwise reproducible for a fixed number of lanes.
       steps_per_dispatch: number of decode steps per device call; the lane of a finished sample is refilled two calls
         later.
       page_tokens: number of tokens per page of the key/value pool, a multiple of steps_per_dispatch.
-      pool_tokens: tokens of key/value cache per data-parallel shard; None has room for every lane's longest request.
+      pool_tokens: tokens of key/value cache per data-parallel shard; None makes room for every lane's longest request.
         With a smaller pool, the scheduler moves caches of samples to the host when the pool is full.
       prefill_tokens: number of tokens prefilled per device call and shard; longer prompts are prefilled in chunks.
       members_per_read: number of samples of one prompt that read a prompt page together; should be about the group
         size.
-      window_tokens: number of tokens that a sample draws under each version of the weights except the last, with
-        max_staleness of 2 or more (docs/async.md); a multiple of steps_per_dispatch. None computes it from the lengths
-        of earlier samples.
-      clock: rule that decides where weights change inside samples and which samples make a batch, with max_staleness of
-        1 or more. 'tokens' counts each sample's tokens, so that a killed and resumed run ends with bitwise the same
+      window_tokens: number of tokens that a sample draws under each version of the weights except its last version; a
+        multiple of steps_per_dispatch. None computes the number from the lengths of earlier samples. Has an effect with
+        max_staleness of 2 or more (docs/async.md).
+      clock: rule that decides where weights change inside samples and which samples make a batch; has an effect with
+        max_staleness of 1 or more. 'tokens' counts each sample's tokens, so that a killed and resumed run ends with bitwise the same
         weights. 'wall' takes the samples that finish first, for tools that take minutes; it records its decisions in a
         journal, from which the run can be repeated (docs/async.md).
       merge_adapters: True if, with LoRA, the trainer folds the adapters into the weights and sends the whole model at

@@ -92,7 +92,7 @@ class Device:
 
     @_on_all_hosts
     def spill(self, store: str, shard: int, pages: Sequence[int], place: int) -> None:
-        """Copies a store to the host: its pages, at most J, and in an engine with slots its memory, at `place`."""
+        """Copies a store to the host: its pages, at most J, and in an engine with slots also the memory at `place`."""
         at = shard * self.engine.shape.max_pages
         copies = jax.device_get(self.engine.read_blocks(self.state, self._page_rows(shard, pages)))
         self.spilled[store] = tuple(copy[:, at : at + len(pages)].copy() for copy in copies)

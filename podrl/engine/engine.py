@@ -1,4 +1,4 @@
-"""Device programs of the decode engine, over pools on the rollout mesh: prefill, insert and generate (as JetStream)."""
+"""The decode engine's device programs over pools on the rollout mesh: prefill, insert and generate, as in JetStream."""
 
 import dataclasses
 import functools
@@ -49,7 +49,8 @@ def unrolls(model: ModelConfig, mesh: Mesh, dtype: jnp.dtype) -> bool:
 
     A scan copies the weights of every layer in each decode step. Unrolled layers need no such copies, but the device
     holds the weights twice. On a GPU the copies take a fifth of a decode step of 28 layers
-    (docs/measurements/chips.md), so models with more layers are unrolled there, if their weights are small.
+    (docs/measurements/chips.md), so models with more layers than elsewhere are unrolled there, if their weights are
+    small.
     """
     if not on_gpu(mesh):
         return model.num_layers <= UNROLLED_LAYERS
@@ -139,7 +140,7 @@ class Engine:
         self.prefills = {
             bucket: self._program(functools.partial(self._prefill, bucket), flat_args=1) for bucket in shape.buckets
         }
-        # Not jitted if weights stay as they are, because the results of a program would be a second copy of them.
+        # Not jitted if the weights stay unchanged, because a program's results would be a second copy of the weights.
         self.prepare = jax.jit(self._prepare) if self.unrolled else self._prepare
 
     # Shapes and shardings.
@@ -439,7 +440,7 @@ class Engine:
         """Runs `layer_fn(x, carry, layer, info, index, kind) -> (x, carry)` over the layers.
 
         `kind` is the number of the layer's kind, and `index` the layer's index among the layers of this kind. With
-        `with_keys` the layers that reuse the keys of others, which come last, are left out.
+        `with_keys` the last layers are left out if they reuse the keys of earlier layers.
         """
         specs = self._param_specs()["layers"]
         if self.unrolled:
@@ -509,7 +510,7 @@ class Engine:
         reads = self.read_shape.split(flat_XI[0])
         R, N = shape.lanes, shape.steps
         ends = self._ends(params)
-        # The dispatch's own additions to each pool, (L, R, K, N, H): they are written to pages once, at its end.
+        # The dispatch's own additions to each pool, (L, R, K, N, H): they are written to pages once, when it ends.
         recents = self._zeros(lambda p: (p.shape[0], R, p.shape[2], N, p.shape[4]))
         outputs = SampledTokens(
             jnp.zeros((N, R), jnp.int32),
@@ -677,7 +678,7 @@ class Engine:
         """Writes the dispatch's keys, values or routes to pages; lanes that were not live write to the unread page.
 
         NaN and infinity, which only a failed lane has, are replaced by finite numbers. A later owner of the page gives
-        keys that it does not see the weight 0, but 0 x NaN would be NaN.
+        the weight 0 to keys that it does not see, but 0 x NaN would be NaN.
         """
         page_R = jnp.where(live_R, reads.write_page_R, self.shape.pages - 1)
 

@@ -83,8 +83,9 @@ def chosen(
 ) -> bool:
     """Returns True if an engine uses the attention kernel: as configured, or by default if it runs and is faster.
 
-    On TPUs it is faster if a device has two cores, which share no near memory: XLA then writes the pages that it
-    gathers to HBM (counted: docs/measurements/planning.md). On GPUs it is always faster (docs/measurements/chips.md).
+    On TPUs the kernel is faster if a device has two cores, which share no near memory: XLA then writes the gathered pages
+    to HBM (counted: docs/measurements/planning.md). On GPUs the kernel is always faster
+    (docs/measurements/chips.md).
 
     Args:
       wanted: `rollout.page_kernel`.
@@ -251,7 +252,7 @@ def _kernel(
 
 
 def _div(x: Any, by: int) -> Any:
-    """Divides non-negative integers by lax.div, because `//` looks up the machine's chip, and there may be none."""
+    """Divides non-negative integers with lax.div, because `//` looks up the machine's chip, and there may be none."""
     return jax.lax.div(x, jnp.full_like(x, by))
 
 

@@ -92,7 +92,7 @@ def _kernel(
     q_gH, key_LMKCH, value_LMKCH, out_gH, top_g, mass_g,
     *, W: int, parts: int, tokens: int, softcap: float,
 ):  # fmt: skip
-    """Attends to one part of a lane's reads, for the queries of one key head: reads part, part + parts, and so on."""
+    """Attends, for the queries of one key head, to a lane's reads number `part`, `part + parts`, and so on."""
     r, k, part = (pl.program_id(axis) for axis in range(3))
     layer, window = limits_2[0], limits_2[1]
     read, number, position = _div(first_R[r], W), number_R[r], position_R[r]

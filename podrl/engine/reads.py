@@ -32,7 +32,7 @@ class ReadList:
       own_page_O, own_start_O, own_count_O, own_lane_O: pages that one lane reads: index of the page, position of its
         first token, number of its tokens, the lane. Reads of one lane follow each other.
       own_first_R, own_number_R: index of the lane's first own read, and the number of its own reads.
-      write_page_R, write_offset_R: page for the lane's new keys and values, and the place of the first of them in it.
+      write_page_R, write_offset_R: page for the lane's new keys and values, and the place in the page where they begin.
     """
 
     total_2: Int[Array, " 2"]

@@ -67,11 +67,11 @@ class Sample:
       lane: number of the sample's lane on the shard; -1 while it has none.
       status: state of the sample.
       grown: upper bound of the tokens sampled so far.
-      unfed: number of tokens before `position` without keys and values; they are prefilled when it is seated.
+      unfed: number of tokens before `position` without keys and values; they are prefilled when the sample is seated.
       compact: True if all tokens after the first page that is not full are fed again, and not only the appended tokens.
       seated: number of the sample's newest seating, counted over all samples; -1 before the first.
       spilled_at: number of the plan that took the sample's lane away; -1 if none did. This plan does not seat the
-        sample again, because its tokens in flight are not read before a later plan.
+        sample again, because the sample's tokens in flight are read only before a later plan.
     """
 
     id: int
@@ -122,7 +122,7 @@ class DispatchPlan:
       prefills: prompts to prefill.
       feeds: prefills of the tokens appended to samples; they run after the prefills of prompts.
       frees: (shard, lane) of lanes to stop.
-      copies: (shard, place, lane) of each prompt's memory to copy to the lane of a sample that begins with it.
+      copies: (shard, place, lane) of each copy of a prompt's memory, from its place to the lane of a new sample.
       seats: samples to put into lanes; each has its shard and lane.
       running: (sample, shard, lane) of every lane in the dispatch; empty if there is nothing to run.
     """

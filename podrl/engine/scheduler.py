@@ -17,8 +17,8 @@ import numpy as np
 from podrl.engine.reads import LaneReads, Page, ReadShape
 from podrl.engine.records import DispatchPlan, Feed, Fill, PoolShape, PromptRow, Sample, Status, StoreMove, TokenStore
 
-# Prompts are prefilled ahead while a shard has fewer waiting samples than this factor times its lanes, or times the
-# call's rows if they are more.
+# Prompts are prefilled ahead while a shard has fewer waiting samples than this factor times its lanes. If a prefill
+# call has more rows than the shard has lanes, the rows count in place of the lanes.
 _AHEAD = 2
 
 
@@ -230,8 +230,8 @@ class Scheduler:
         C, counts = self.shape.page_tokens, [page.count for page in sample.store.pages]
         keep = next((j + 1 for j, count in enumerate(counts) if count < C), len(counts)) if compact else len(counts)
         tokens = sum(counts[keep:]) + sample.unfed
-        # The end of the tokens, counted from the first place of the last page that stays; if no page stays, from the
-        # first place of a full page before them.
+        # The end of the tokens, counted from the first place of the last page that stays. If no page stays, the count
+        # assumes a full page before the tokens.
         end = tokens + (counts[keep - 1] if keep else C)
         return _Fit(keep, tokens, -(-end // C) - 1, -end % C)
 
@@ -403,7 +403,7 @@ class Scheduler:
         return first is None or (self._pieces[-1][0].urgent and not first.urgent and not first.grown)
 
     def _fill_calls(self, plan: DispatchPlan) -> None:
-        """Prefills the prompts that come next in rows that the plan's prefill calls would leave empty."""
+        """Prefills the next prompts ahead, in the rows that the plan's prefill calls would leave empty."""
         longest = [tokens for tokens, _ in self.shape.calls]
         used = [collections.Counter[int]() for _ in longest]  # rows by call and shard
         for fill in plan.prefills if longest else ():
@@ -436,9 +436,10 @@ class Scheduler:
         return True
 
     def _make_pages(self, shard: _Shard, sample: Sample, plan: DispatchPlan) -> bool:
-        """Spills idle stores until there are pages for the sample; while samples run, only stores of paused samples.
+        """Spills idle stores until there are pages for the sample.
 
-        Returns False, with nothing spilled, if this would not free enough pages.
+        While samples run, only stores of paused samples are spilled. Returns False, and spills nothing, if spilling
+        would not free enough pages.
         """
         needed = [sample.store]
         if sample.prompt in shard.prompts:

@@ -65,15 +65,15 @@ class Track:
       first: index of the first token after the tokens that were appended last (`Session.extend`).
       text: text of the completion without end tokens, cut after a stop string; while paused, its part from token
         `first` on.
-      epoch: number of pauses so far. A dispatch that was launched before a pause may have decoded tokens beyond it. Its
-        results are void, which shows because the epoch at its launch was smaller.
+      epoch: number of pauses so far. A dispatch that was launched before a pause may have decoded tokens after the
+        pause. Results of such a dispatch are dropped: the epoch at its launch is smaller than the present one.
       breaks: numbers of sampled tokens at which the sample continued in another session under the same weights. There,
         prefill computed the keys and values of its tokens anew, and prefill's results differ from decoding's in the
         last bits, so a repetition must break at the same points.
       recording: True to record the experts that the sample's tokens take.
-      routes: experts of the tokens of prompt and completion, as in `Rollouts.route_BTX`, when it last left a session.
-        Every session computes all tokens anew, so each token has the experts of its newest computation. None before
-        it has left a session, and if experts are not recorded.
+      routes: experts of the tokens of prompt and completion, as in `Rollouts.route_BTX`, when the sample last left a
+        session. Every session computes all tokens anew, so each token has the experts of its newest computation. None
+        until the sample has left a session, or if experts are not recorded.
     """
 
     handle: int
@@ -199,10 +199,10 @@ class Session:
         Args:
           prompt: token ids of the prompt, at least 1.
           keys_G2: a random key per sample, uint32.
-          sampling: settings with `max_new` set; an opening's stop strings replace the stop strings in it.
+          sampling: settings with `max_new` set; an opening's stop strings replace the stop strings of these settings.
           pieces: number of groups of samples that may run on different shards (`Scheduler.add`).
-          openings: list with one Opening per sample, whose tokens must fit the cache; the samples then pause instead
-            of ending. Empty for samples that end by themselves.
+          openings: one Opening per sample; its tokens must fit the cache. Samples with openings pause instead of
+            ending. Empty for samples that end by themselves.
 
         Returns:
           The samples' records.
@@ -287,7 +287,7 @@ class Session:
 
     @property
     def slack_s(self) -> float:
-        """Seconds for which the device still has work, so that `step` need not be called yet; 0 if it may be idle.
+        """Seconds for which the device still has work and `step` need not be called; 0 if the device may be idle.
 
         A sample that is extended within this time runs in the next dispatch, and need not wait for the one after that.
         """
@@ -525,8 +525,7 @@ class Session:
         return events
 
     def _settle(self, track: Track, live: bool) -> bool:
-        """Ends or pauses a sample after its new tokens were read, or takes it out of the session, if one of these is
-        due.
+        """Ends a sample, pauses it or takes it out of the session, if one of these is due after its new tokens.
 
         Returns:
           True if it did any of these, False if the sample goes on.

@@ -68,8 +68,7 @@ class EngineShape:
         return tuple((bucket, self.prefill_rows(bucket)) for bucket in self.buckets)
 
     def chunk_pages(self, bucket: int) -> int:
-        """Returns the largest number of pages that a chunk touches: one more than it fills, as it may begin inside a
-        page."""
+        """Returns how many pages a chunk touches at most: one more than it fills, because it may begin in mid-page."""
         return -(-bucket // self.page_tokens) + 1
 
     def chunk_shape(self, shards: int, bucket: int) -> tuple[int, int]:
@@ -119,7 +118,7 @@ class EngineShape:
     def reads(self) -> ReadShape:
         """Returns the sizes of a read list that has room for any use of the lanes and pages.
 
-        In the worst case every shared read serves only one lane: their number is lanes times pages of a prompt.
+        In the worst case every shared read serves only one lane. There are then lanes times pages of a prompt of them.
         """
         shared = self.lanes * self.prompt_pages
         up = lambda n, block: -(-n // block) * block  # noqa: E731

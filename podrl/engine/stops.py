@@ -9,10 +9,10 @@ _EDGE = 8
 
 
 class StopFinder:
-    """Looks for stop strings in a sample's completion, of which only the last tokens, the tail, are decoded.
+    """Looks for stop strings in a sample's completion; decodes only the completion's last tokens (the tail).
 
-    A stop string may begin and end inside tokens, and a character may take several tokens, so the tail must hold a
-    number of characters, not of tokens. Appended tokens, such as a tool's output, are not searched.
+    A stop string may begin and end inside tokens, and a character may take several tokens. So the tail's smallest
+    length is counted in characters, not in tokens. Appended tokens, such as a tool's output, are not searched.
     """
 
     def __init__(self, strings: Sequence[str], decode: Callable[[list[int]], str]):
