@@ -101,7 +101,7 @@ class BatchMaker:
         return [self._batch(step + i) for i in range(len(pending))]
 
     def submit(self, prompts: Prompts, step: int) -> PendingBatch:
-        """Opens the groups of a batch, which the next window begins.
+        """Opens the groups of a batch; their samples begin in the next window.
 
         Args:
           prompts: prompts of the batch.

@@ -76,7 +76,7 @@ class _Branch:
       turns: records of the branch's turns.
       count: number of the track's tokens that stay in the row, if the branch was cut; None for all tokens.
       why: reason why the branch was opened; '' for the first branch.
-      like: (earlier branch with the longest common beginning, its number of tokens); None if no branch begins alike.
+      like: (earlier branch with the longest common beginning, number of common tokens); None if no branch begins alike.
     """
 
     track: Track
@@ -315,7 +315,7 @@ class Branches:
         self.text = str(message["content"] or "")
 
     def drop(self, session: Session, request: int) -> None:
-        """Removes an answer that no client received from the row; its branch ends before the request.
+        """Takes an answer that no client received out of the row; the answer's branch then ends before the request.
 
         An answer that a later request continues counts as received.
         """
@@ -410,8 +410,8 @@ class Branches:
 
         Returns:
           ([hash of the request, number of tokens, reason of the end or None, number of tokens with routes] of each
-          answer, record with the tokens of all answers, one after the other). The routes are those of the branch that
-          the request opened; a request that continued a branch has none.
+          answer, record with the tokens of all answers, one after the other). An answer to a request that opened a
+          branch has the branch's routes; an answer to a request that continued a branch has no routes.
         """
         whole = session.track(self._prompt, self._key_2, self._sampling, Opening())
         rows, routes = [], []
@@ -434,8 +434,7 @@ class Branches:
         return all(session.has_routes(track) for track in self._tracks)
 
     def routes(self) -> list[UInt8[np.ndarray, "T X"] | None]:
-        """Lists, for each answer, the routes of the branch that its request opened; None if the request continued a
-        branch."""
+        """Lists the routes of the branch that each answer's request opened; None if the request continued a branch."""
         first = {answer.track: i for i, answer in reversed(list(enumerate(self._answers)))}
         return [answer.track.routes if first[answer.track] == i else None for i, answer in enumerate(self._answers)]
 
@@ -463,8 +462,8 @@ class Branches:
         """Encodes a request.
 
         Raises:
-          RefusedRequest: the conversation cannot be rendered, or the request has no tokens, or a token that the model
-            lacks.
+          RefusedRequest: the conversation cannot be rendered, or the request has no tokens, or it has a token that the
+            model lacks.
         """
         if request.messages is not None:
             return self._of(request.parser).encode(request.messages, request.tools)

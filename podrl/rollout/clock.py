@@ -138,7 +138,7 @@ class Candidate(Protocol):
         are known.
       signal: True if the rewards of a ready group differ; always True without dynamic sampling.
       drawn: oldest version known to have drawn a token of the group; None if no token is known.
-      oldest: `drawn`, or if that is not known, the oldest version that may have drawn a token.
+      oldest: `drawn`; if `drawn` is not known, the oldest version that may have drawn a token.
     """
 
     @property
@@ -196,9 +196,9 @@ class WallClock:
 
         Args:
           journal: file of decisions; decisions in it are repeated, new decisions are added.
-          staleness: S, the age in versions that a token may have.
+          staleness: S, largest age of a token, in versions.
           place: directory of the run, for messages.
-          replaced: number of samples that the loss loses with each group that dynamic sampling replaces; 0 without
+          replaced: number of samples that dynamic sampling takes from the loss with each replaced group; 0 without
             dynamic sampling.
         """
         self._journal, self._staleness, self._place, self._replaced = journal, staleness, place, replaced
@@ -259,8 +259,8 @@ class WallClock:
     def without_signal(self, step: int, groups: Sequence[_C], most: int) -> list[_C]:
         """Returns the groups that leave the queue in a step because their rewards are all equal (dynamic sampling).
 
-        The journal gets them together with the batch of the step, because until then no step trains on the groups that
-        are opened in their place.
+        These groups enter the journal together with the batch of the step. This is early enough, because no step trains
+        before that on the groups that are opened in their place.
 
         Args:
           step: the newest step, whose batch is not decided or is repeated.
@@ -353,7 +353,7 @@ def choose(groups: Sequence[_C], step: int, size: int, staleness: int) -> list[_
       groups: the open groups.
       step: the step that trains on the batch.
       size: number of groups of the batch.
-      staleness: S, the age in versions that a token may have.
+      staleness: S, largest age of a token, in versions.
     """
     ages = {group: group.oldest for group in groups if group.ready or group.repeated}
     due = [g for g, v in ages.items() if g.repeated and v is not None and v <= step - staleness][:size]

@@ -380,7 +380,7 @@ class EpisodePlayer:
             self._begin(p)
 
     def _repeats(self, b: int, message: EpisodeObservation | EpisodeEnd) -> bool:
-        """Sends the earlier answer again if a message repeats an earlier message, because the environment began again.
+        """Sends the earlier answer again, if the environment began again and its message repeats an earlier message.
 
         Returns:
           True if the message repeats an earlier message, False if it is new.
@@ -603,7 +603,7 @@ class EpisodePlayer:
             self._drop_recorded_answers(b)
         if failed and episode.branches is not None and self._by_wall:
             # The journal has no record of this conversation, so a repeated run cannot sample it again, and its tokens
-            # are not in the loss. The sample drops it, so that the sample of a repeated run is the same.
+            # are not in the loss. The sample drops the conversation, so that it is the same in a repeated run.
             episode.track, episode.branches, episode.piece, episode.turns = None, None, [], []
         if failed:
             episode.rewards = []  # otherwise rewards of turns before the failure would look like the whole reward
@@ -637,8 +637,8 @@ class EpisodePlayer:
             return STOP_LENGTH
         if end.reason == "calls":
             return STOP_CALLS
-        # The model ended the sample itself if its last turn ends with its own end token and not with a stop string of
-        # the environment.
+        # The model ended the sample itself if the last turn ends with the model's own end token and not with a stop
+        # string of the environment.
         own = track.paused == STOP_EOS and not episode.stops.get(track.tokens[-1]) and end.reason != "turns"
         return STOP_EOS if own else STOP_ENV
 
@@ -726,7 +726,7 @@ class EpisodePlayer:
     # Records.
 
     def _fill(self, b: int) -> None:
-        """Sends the environment the turn FULL: its sample has no more room, so it must return."""
+        """Sends the turn FULL to the environment: the sample has no more room, so the environment must return."""
         self._episodes[b].full = True
         self._send_turn(b, Turn("", FULL))
 

@@ -19,7 +19,7 @@ from podrl.environments.dr_tulu import query_of
 from podrl.environments.wire.requests import RefusedRequest
 from podrl.mappings import ChatMessage, JsonObject, ToolSchema
 
-# Marks from Unicode's private use area. A template is rendered with _WORDS in place of an answer, which shows the text
+# Marks from Unicode's private use area. A template is rendered with _WORDS in place of an answer, to find the text
 # around the answer; _OPEN and _CLOSE enclose the content of a message.
 _WORDS, _OPEN, _CLOSE = "\ue0f3", "\ue0f0", "\ue0f1"
 _THOUGHTS = f"<think>\n{_WORDS}\n</think>\n\n{_WORDS}"  # a template that drops thoughts changes this text

@@ -26,8 +26,8 @@ class Group(abc.ABC):
       number: position of the group in the order of submission.
       submit_step: step at which the prompts were submitted last; a part of the samples' random keys.
       repeated: True if the prompt was submitted again because its earlier samples became too old.
-      origin: state of the samples in a checkpoint or on another host, from which they continue; None if they begin in
-        this process, or after they have continued.
+      origin: state in a checkpoint or on another host from which the samples continue; None if the samples begin in
+        this process, or once they have continued.
       looked_up: oldest version that is known to have drawn a token; None if no token is known.
       signal: True if the rewards of the samples differ, or dynamic sampling is off; None until all rewards are known.
     """
@@ -118,8 +118,8 @@ class OpenGroups(Generic[_G]):
           clock: clock that decides which groups make a batch, and which prompts are submitted again.
           size: number of groups of a batch.
           make: function that makes a group; its arguments are the first five fields of `Group`.
-          ends: function from a number of prompts to the boundaries of their groups, which are indices of prompts and
-            begin with 0; by default each prompt is a group.
+          ends: function from a number of prompts to the boundaries of their groups. A boundary is the index of a
+            prompt, and the first boundary is 0. By default each prompt is a group.
         """
         self._clock, self._size, self._make, self._ends = clock, size, make, ends
         self.groups: list[_G] = []
@@ -245,11 +245,11 @@ class OpenGroups(Generic[_G]):
     def state(
         self, step: int, ahead: int, *, last: bool = False, found: Mapping[tuple[int, int], PartialBatch] = _NONE
     ) -> PartialBatch:
-        """Copies the open groups that stand for one batch in a checkpoint: as many as a batch has, and its reserve.
+        """Copies the part of a checkpoint for one batch: as many open groups as a batch has, and the batch's reserve.
 
         Args:
           step: the step of the batch.
-          ahead: number of batches in flight before this batch, whose parts come first.
+          ahead: number of batches in flight before this batch; their parts come first.
           last: True if the part has all remaining groups and reserves.
           found: states of the samples that other hosts make, by the group's key.
         """
@@ -262,7 +262,7 @@ class OpenGroups(Generic[_G]):
 
     @property
     def _keeps_reserve(self) -> bool:
-        """True under the wall clock; under the token clock a group holds the prompts in reserve of its batch itself."""
+        """True under the wall clock; under the token clock a group itself holds the prompts in reserve."""
         return self._clock.mode == "wall"
 
     def _cut(self, prompts: Prompts) -> list[tuple[int, Prompts]]:

@@ -93,7 +93,7 @@ def of_tracks(
     Args:
       prompts: prompts of the batch.
       states: values and records of the samples, as `Player.state` returns them.
-      prompt_count: number of prompts that were submitted, which are the first ones.
+      prompt_count: number of submitted prompts; these are the first prompts of the batch.
       step: the step that trains on the batch.
       quantum: number of tokens that each sample draws in a window.
       longest: number of tokens of the longest sample in each recent batch.
@@ -181,7 +181,7 @@ def join(parts: Sequence[PartialBatch]) -> PartialBatch:
 
 
 def join_prompts(of: Sequence[Prompts]) -> Prompts:
-    """Joins prompts, one after the other, with the data position of the first.
+    """Joins prompts, one after the other; the result has the data position of the first of `of`.
 
     A prompt that lacks a field of other prompts has the value None in this field.
     """

@@ -16,7 +16,7 @@ from podrl.rollout.partial import PartialBatch, fill
 from podrl.rollout.token_budget import TokenBudget, as_budget
 
 _POLL_S = 1.0  # the longest wait for environments before `EnvironmentClient.waits_for` names them
-_HALT_S = 0.02  # the longest wait if the caller may halt the samples, which is noticed only between two waits
+_HALT_S = 0.02  # the longest wait if the caller may halt the samples: a halt is noticed only between two waits
 _RARELY = 6  # number of failed trials of `Pace` in a row after which the pauses between trials stop growing
 _BUNCH_S = 0.002  # while no sample runs, answers that come within this time are handled together
 
@@ -69,7 +69,7 @@ class Player(Protocol):
         ...
 
     def state(self) -> list[tuple[SavedState, Track | None]]:
-        """Returns the part of each sample in a checkpoint: values for JSON, and its track; None before it has one."""
+        """Returns each sample's part of a checkpoint: (values for JSON, the sample's track or None without a track)."""
         ...
 
 
@@ -209,9 +209,9 @@ def play(
 class Pace:
     """Decides whether the next dispatch is launched before the dispatch in flight is read, or after.
 
-    If it is launched before, the lanes of samples that pause or end in the dispatch in flight are idle during the whole
-    next dispatch. If it is launched after, paused samples may have their answers and continue, and waiting samples get
-    the lanes of samples that ended; but the device is idle until the launch.
+    If the launch comes before the read, the lanes of samples that pause or end in the dispatch in flight are idle
+    during the whole next dispatch. If the launch comes after the read, paused samples may have their answers and
+    continue, and waiting samples get the lanes of samples that ended; but the device is idle until the launch.
 
     For paused samples a later launch is worth its cost if answers come fast. `Pace` finds this out by trials, which
     become rarer while they fail. The tokens of samples do not depend on these decisions.

@@ -37,8 +37,7 @@ class SampleLengths:
         return rollouts
 
     def expected(self, prompts: Prompts, keys_PG2: np.ndarray) -> dict[int, float]:
-        """Returns the most recent length, in tokens, of each sample of the request that was drawn before, by its
-        row."""
+        """Returns the newest known length of each sample, in tokens, by row; samples never drawn before are missing."""
         known = [(p, self._of_prompt.get(_name(prompts, p, keys_PG2), ())) for p in range(len(keys_PG2))]
         return {p * keys_PG2.shape[1] + g: length for p, lengths in known for g, length in enumerate(lengths)}
 

@@ -240,7 +240,7 @@ class Serving:
         return dataclasses.replace(self._sampling, **values, **limits), ids
 
     def _count(self, digest: bytes) -> int:
-        """Counts a request without a seed; returns the number of earlier ones with the same prompt."""
+        """Counts a request without a seed; returns how many such requests had the same prompt before."""
         count = self._repeated.pop(digest, 0)
         self._repeated[digest] = count + 1
         if len(self._repeated) > _COUNTED:

@@ -8,14 +8,14 @@ from collections.abc import Mapping
 class TokenBudget:
     """The number of tokens that each sample of a request may draw in a session before it leaves the session.
 
-    A sample that has not ended then continues in a later session.
+    A sample that leaves before its end continues in a later session.
 
     Attributes:
       quantum: number of tokens that each sample may draw in the session; None for all its remaining tokens.
-      recorded: number of sampled tokens at which a sample left the session in the repeated run, by row. Samples without
-        an entry leave after `quantum` tokens.
+      recorded: number of sampled tokens at which a sample left the session in the run that is repeated, by row. Samples
+        without an entry leave after `quantum` tokens.
       late: number of tokens, appended tokens included, that a sample had when its environment ran out of time in the
-        repeated run, by row. The environment runs out of time at the same token again.
+        run that is repeated, by row. The environment runs out of time at the same token again.
       urgent: True if the samples get lanes before samples that are not urgent.
       repeated: True if the batch of the samples is repeated from the wall clock's journal, so that finished episodes
         are played from their records.

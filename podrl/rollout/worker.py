@@ -245,13 +245,13 @@ class RolloutWorker:
         policy: Policy | None = None,
         partial: PartialBatch | None = None,
     ) -> Player:
-        """Checks a request, and returns a player of its samples, which has started none of them.
+        """Checks a request, and returns a player of its samples; no sample has started yet.
 
         `advance` plays the samples, and `rows` returns them once they have ended.
 
         Args:
           prompts, group_size, step, sampling, mode: arguments of `generate`.
-          policy: policy of an evaluation, whose version environments read as `Task.step`; None for training.
+          policy: policy of an evaluation; environments read its version as `Task.step`. None for training.
           partial: the samples' state when another process stopped playing them; None if they begin here.
 
         Raises:
@@ -341,7 +341,7 @@ class RolloutWorker:
         Args:
           policy: weights on the rollout mesh, with their version.
           broadcast: function that sends the calls of the device to the mesh's other processes; None if there are no
-            others, and in a process that carries out such calls.
+            other processes, or if this process carries out calls that another process sends.
         """
         if broadcast is not None:
             broadcast("open", (policy.version,))
