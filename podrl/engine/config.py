@@ -141,9 +141,9 @@ class RolloutConfig(SamplingSettings):
         multiple of steps_per_dispatch. None computes the number from the lengths of earlier samples. Has an effect with
         max_staleness of 2 or more (docs/async.md).
       clock: rule that decides where weights change inside samples and which samples make a batch; has an effect with
-        max_staleness of 1 or more. 'tokens' counts each sample's tokens, so that a killed and resumed run ends with bitwise the same
-        weights. 'wall' takes the samples that finish first, for tools that take minutes; it records its decisions in a
-        journal, from which the run can be repeated (docs/async.md).
+        max_staleness of 1 or more. 'tokens' counts each sample's tokens, so that a killed and resumed run ends with
+        bitwise the same weights. 'wall' takes the samples that finish first, for tools that take minutes; it records
+        its decisions in a journal, from which the run can be repeated (docs/async.md).
       merge_adapters: True if, with LoRA, the trainer folds the adapters into the weights and sends the whole model at
         every version. Decoding is then as fast as without adapters, and a transfer costs as much as in full training.
         If False, the base model is sent once, and the engine applies the adapters.

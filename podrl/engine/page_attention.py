@@ -83,8 +83,8 @@ def chosen(
 ) -> bool:
     """Returns True if an engine uses the attention kernel: as configured, or by default if it runs and is faster.
 
-    On TPUs the kernel is faster if a device has two cores, which share no near memory: XLA then writes the gathered pages
-    to HBM (counted: docs/measurements/planning.md). On GPUs the kernel is always faster
+    On TPUs the kernel is faster if a device has two cores, which share no near memory: XLA then writes the gathered
+    pages to HBM (counted: docs/measurements/planning.md). On GPUs the kernel is always faster
     (docs/measurements/chips.md).
 
     Args:

@@ -1,1 +1,1 @@
-"""The weight transfer: moves arrays between meshes by a plan made once on the host, over several transports."""
+"""The weight transfer: moves arrays between meshes over one of several transports, by a plan that is made once."""

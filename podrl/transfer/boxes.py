@@ -1,7 +1,7 @@
 """Cuts shards into the boxes of a plan, and joins boxes into shards, by compiled programs.
 
 Every program runs on all devices of one mesh without communication. A program depends only on shapes and the mesh, so
-equal buckets share a program. So do the parts of a large leaf, because the start of a part is an argument.
+equal buckets share a program. The parts of a large leaf share one, too, because the start of a part is an argument.
 """
 
 import dataclasses
@@ -105,8 +105,8 @@ def join_program(mesh: Mesh, boxes: tuple[Boxes, ...]) -> Callable[[Sequence[Col
 def write_program(mesh: Mesh, form: Boxes) -> Callable[[Array, Int[Array, ""], Columns], tuple[Array, Array]]:
     """Compiles a program that writes one part of every box into a leaf: (leaf, start, pieces) -> (leaf, token).
 
-    The leaf is donated. The token is ready when the result is, and can still be waited for after the result has been
-    donated to the write of the next part.
+    The leaf is donated. The token is ready when the result is ready. A caller can wait for the token even after the
+    result has been donated to the write of the next part.
     """
 
     def write(shard: Array, start: Int[Array, ""], pieces: Columns) -> tuple[Array, Array]:
@@ -206,7 +206,7 @@ class _End:
         return Boxes.of(leaf, slots, lifted(leaf.box, self._mesh)[1].spec)
 
     def _start(self, i: int, part: int) -> Array:
-        """Returns a part's start as an array on every device; made once, so later moves send nothing from the host."""
+        """Returns a part's start as an array on every device; keeps the array, so later moves need no host transfer."""
         at = self._leaves[i].part_start(part)
         if at not in self._starts:
             self._starts[at] = jax.device_put(np.int32(at), NamedSharding(self._mesh, Spec()))

@@ -187,7 +187,7 @@ class CollectiveTransport:
         return self._kept[leaf](array)
 
     def _table(self, mesh: Mesh, tables: Tables) -> Array:
-        """Returns a table as an array with one row per device; made once, so later moves send nothing from the host."""
+        """Returns a table as an array, a row per device; keeps the array, so later moves need no host transfer."""
         if (mesh, tables) not in self._kept:
             place = NamedSharding(mesh, Spec(mesh.axis_names))
             rows_WC = tables.table_WC

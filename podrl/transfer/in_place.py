@@ -53,8 +53,7 @@ class InPlaceTransport:
         sent.clear()  # no alias may outlive the move: jit would copy a donated array that still has an alias
 
     def aliases(self, i: int, leaf: Array) -> list[Array]:
-        """Returns one array per slot of a target shard: each target device's part of it is the source shard that the
-        slot reads."""
+        """Returns one array per slot of a target shard; a device's part is the source shard that the slot reads."""
         shards = {s.device.id: np.asarray(s.data).view(self._words[i])[None] for s in leaf.addressable_shards}
         views = [shards[device] for device in self.plan.leaves[i].source.device_ids]
         shape = (self._mesh.size, *views[0].shape[1:])
@@ -63,7 +62,7 @@ class InPlaceTransport:
 
 
 class _Read(NamedTuple):
-    """The boxes that target devices read of a leaf: box m of device w is at `corner_MWi[m][w]` of its lent shard."""
+    """The boxes that target devices read of a leaf: box m of device w is at `corner_MWi[m][w]` of the lent shard."""
 
     spec: Spec
     slots: tuple[int, ...]

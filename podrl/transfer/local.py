@@ -38,7 +38,7 @@ class LocalTransport:
         """
         self.plan = plan
         before, after = (_devices(shardings) for shardings in (sources, targets))
-        # A box that stays on its device could be the source's own memory, which its owner may donate later: copy it.
+        # A box that stays on its device could share the source's memory, and the source may be donated later: copy it.
         self._cutter = Cutter(plan.leaves, before, copies=not set(before).isdisjoint(after))
         self._joiner = Joiner(plan.leaves, after, targets)
         self._targets = after

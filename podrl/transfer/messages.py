@@ -2,8 +2,8 @@
 
 A leaf crosses in rounds: in each round a device sends and receives at most one box. The boxes of several
 leaves whose rounds have the same links share a message. The links between hosts are the bottleneck, so no value crosses
-them twice: a leaf that the target mesh replicates arrives cut further over the axes that replicate it, and is then
-spread inside the target mesh.
+them twice: a leaf that the target mesh replicates arrives with further cuts, along the axes that replicate it, and is
+then spread inside the target mesh.
 
 Values travel as plain unsigned words: no program on the way interprets, widens or rounds them (XLA for CPU widens
 bfloat16 to float32 around a collective). Leaves of different dtypes but equal width can share a message.
@@ -205,7 +205,7 @@ class BoxMessage:
         if self.flat:
             return jnp.concatenate([box.reshape(-1) for box in boxes])
         buffer = jax.lax.empty(self.shape, self.dtype)
-        for k, box in enumerate(boxes):  # faster than jnp.stack on CPU, which XLA fuses with the cutting of the boxes
+        for k, box in enumerate(boxes):  # on CPU faster than jnp.stack, which XLA fuses with the cutting of the boxes
             buffer = jax.lax.dynamic_update_index_in_dim(buffer, box, k, axis=0)
         return buffer
 
@@ -233,8 +233,8 @@ class BucketPrograms:
         donation costs a copy.
       unpack: program on the target mesh, (start, round table, buffers, leaf so far) -> leaves and a token that is ready
         when the leaves are. 'leaf so far' is a list: empty unless the bucket is a leaf that crosses in parts.
-      slots: tables of the slot that each source device sends of each leaf in each round.
-      rounds: tables of the round in which each slot of each leaf arrives on each target device.
+      slots: tables that give, for each leaf and round, the slot that each source device sends.
+      rounds: tables that give, for each leaf and slot, the round in which the slot arrives on each target device.
     """
 
     messages: Sequence[BoxMessage]

@@ -128,7 +128,7 @@ def drive(
 
 
 def give_up(arrays: Sequence[Array] | None, indices: Sequence[int]) -> None:
-    """Deletes the arrays at `indices`; queued programs that read them still can. Does nothing if `arrays` is None."""
+    """Deletes the arrays at `indices`; queued programs can still read them. Does nothing if `arrays` is None."""
     if arrays is not None:
         for i in indices:
             arrays[i].delete()

@@ -1,10 +1,9 @@
 """The transfer plan: which source device sends which box of a leaf to which target device, in which bucket.
 
 Pure host code. Both layouts of a leaf cut its dimensions evenly, so cutting dimension d into lcm(source cuts, target
-cuts) parts gives a grid of equal boxes: every source shard is a whole number of boxes, each in a slot of the shard, and
-so is every target shard. One program per mesh, the same on all its devices, can then cut a shard into boxes or join
-boxes into a shard. Only the wiring between slots differs from device to device: it is a table per leaf, computed with
-numpy.
+cuts) parts gives a grid of equal boxes. Every shard, of the source or of the target, is a whole number of boxes, each
+in a slot of the shard. One program per mesh, the same on all its devices, can then cut a shard into boxes or join boxes
+into a shard. Only the wiring between slots differs from device to device: it is a table per leaf, computed with numpy.
 
 Letters of this package: W devices of a mesh in its row-major order, M slots of a shard, U devices that hold the same
 block, i dimensions of the leaf, E pairs of devices.
@@ -29,8 +28,8 @@ from podrl.types import PyTree
 # Bytes that a device stages at once: on CPU few enough to stay in its caches, elsewhere enough to pay for a transfer.
 _BUCKET_BYTES = {"cpu": 16 << 20}
 DEFAULT_BUCKET_BYTES = 64 << 20
-# The in-place transport stages nothing. Larger buckets mean fewer programs to start, which is a tenth of a move, but
-# they take longer to compile.
+# The in-place transport stages nothing. Starting its programs takes a tenth of a move. Larger buckets mean fewer
+# programs, but these take longer to compile.
 _IN_PLACE_BUCKET_BYTES = 32 << 20
 _CACHE_SIZE = 64
 
@@ -118,7 +117,7 @@ class LeafPlan:
       target_slots: number of boxes along each dimension of a target shard.
       source_WM: position, in mesh order, of the source device from which target device w reads the box for its slot m
         (slots row-major).
-      slot_WM: slot of that box in the source device's shard.
+      slot_WM: slot of the same box in the source device's shard.
       parts: number of parts that each box is split into so that a part fits a bucket; 1 for most leaves.
       part_axis: dimension that is split into parts.
       part_size: extent of a part along `part_axis`; the last part may overlap the part before it.
@@ -187,8 +186,8 @@ class Bucket:
 
     Attributes:
       leaves: positions of the leaves in `TransferPlan.leaves`.
-      parts: number of parts into which the bucket's only leaf is split, which fill the bucket one after the other; 1 if
-        leaves are not split.
+      parts: number of parts of the bucket's only leaf; the parts fill the bucket one after the other. 1 if leaves are
+        not split.
       bytes: bytes that one device stages for the bucket, or for one of its parts.
     """
 
@@ -205,7 +204,7 @@ class TransferPlan:
       treedef: structure of the tree.
       leaves: plans of the leaves, in flattening order.
       buckets: the buckets, in the order in which they move.
-      bucket_bytes: bound on the bytes that one device stages at once, for which the buckets were made.
+      bucket_bytes: bound on the bytes that one device stages at once; the buckets were made for this bound.
     """
 
     treedef: Any
@@ -258,7 +257,7 @@ class TransferPlan:
         return max((bucket.bytes for bucket in self.buckets), default=0)
 
     def seconds(self, bandwidth: float) -> float:
-        """Estimates the seconds of a move if every device sends and receives `bandwidth` bytes per second at once."""
+        """Estimates the seconds of a move if a device sends, and at once receives, `bandwidth` bytes per second."""
         busiest = [int(np.bincount(_dense(id_E), self.links[:, 2]).max(initial=0)) for id_E in self.links.T[:2]]
         return max(busiest) / bandwidth
 

@@ -22,7 +22,7 @@ __all__ = ["Publisher", "WeightMismatchError", "reshard", "transport_for"]
 
 
 def transport_for(plan: TransferPlan, sources: Sequence[Sharding], targets: Sequence[Sharding]) -> Transport:
-    """Chooses the transport between two meshes, if this process can address all of their devices.
+    """Chooses the transport between two meshes; this process must be able to address all of their devices.
 
     Args:
       plan: plan made from `sources` and `targets`.
@@ -152,8 +152,8 @@ class Publisher:
             trainer mesh.
           version: number of the weights, usually the updates made so far; the same on every process.
           donate: True to give the parameters up; each leaf is deleted as soon as it has been read.
-          replacing: weights of an earlier policy that are no longer used, even if this call fails: the new
-            weights take their memory, leaf by leaf. None leaves all earlier policies unchanged.
+          replacing: weights of an earlier policy that nothing uses any more, even if this call fails. The new weights
+            take their memory, leaf by leaf. None leaves all earlier policies unchanged.
 
         Returns:
           The policy; on a process outside the rollout mesh a policy without weights (an empty tree).

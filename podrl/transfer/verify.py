@@ -212,7 +212,7 @@ def fold(sums_Wl: UInt32[np.ndarray, "W l"], layouts: Sequence[ShardLayout]) -> 
 
 
 def _starts(layout: ShardLayout, shape: Sequence[int], index: Sequence[Array]) -> list[Any]:
-    """Returns the start, in the whole leaf, of the shard of the device whose mesh coordinates are `index`."""
+    """Returns where, in the whole leaf, the shard of the device at the mesh coordinates `index` begins."""
     starts: list[Any] = []
     for axes, size in zip(layout.dims, shape, strict=True):
         block: Any = 0

@@ -28,7 +28,8 @@ class TransferTimeoutError(ChannelError):
 class VersionGoneError(ChannelError):
     """The trainer no longer holds the requested version; a newer version is available.
 
-    A rollout host that the leader gave up, because it paused for too long, may find this out here first.
+    If the leader gave up a rollout host because the host paused for too long, this error may be the first that the host
+    learns of it.
     """
 
 
@@ -76,8 +77,8 @@ class PullReceiver:
         Args:
           version: version to pull; the call waits until the trainer offers it. None for the newest version, only on a
             rollout of one process.
-          replacing: weights of an earlier policy that are no longer used, even if this call fails: the new
-            weights take their memory, leaf by leaf. None leaves all earlier policies unchanged.
+          replacing: weights of an earlier policy that nothing uses any more, even if this call fails. The new weights
+            take their memory, leaf by leaf. None leaves all earlier policies unchanged.
 
         Raises:
           VersionGoneError: the trainer no longer holds the version.
@@ -108,7 +109,7 @@ class PullReceiver:
         return policy
 
     def await_version(self, version: int) -> None:
-        """Waits until the trainer offers a version or a newer one, without pulling it; may be called on any thread.
+        """Waits until the trainer offers a version or a newer one, and pulls nothing; may be called on any thread.
 
         Only process 0 is asked: trainer processes compute a version's checksums together, so when process 0 has a
         version, all have it.
@@ -165,7 +166,7 @@ class PullReceiver:
 
 
 class _PendingRequest:
-    """A request to a trainer process that is repeated while the trainer answers that it has nothing yet."""
+    """A request to a trainer process; it is repeated while the trainer answers that it has nothing yet."""
 
     def __init__(self, send: SendRequest, process: int, request: JsonObject, deadline: float, timeout: float):
         self._send, self.process, self._request = send, process, request
@@ -189,7 +190,7 @@ class _PendingRequest:
             left = self._deadline - time.monotonic()
             try:
                 message = self._reply.wait(max(left, _POLL_S), what)
-            except LateError:  # a trainer that had nothing at its last reply may be late with the next one
+            except LateError:  # a trainer that had nothing at its last reply may be late with its next reply
                 if versions is None:
                     raise
                 raise self._not_offered(versions) from None

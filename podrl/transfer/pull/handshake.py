@@ -37,7 +37,7 @@ class Reply(Protocol):
 
 
 class SendRequest(Protocol):
-    """A function that sends a request to a trainer process, where `PullServer.answer` replies; it does not wait.
+    """A function that sends a request to a trainer process, and does not wait; there `PullServer.answer` replies.
 
     The channel encrypts the messages and authenticates both ends.
     """

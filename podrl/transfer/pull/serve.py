@@ -88,7 +88,7 @@ class _Version:
 
 
 class _Receiver:
-    """A process that pulls weights: the plan for its layout, and the boxes of every leaf that this process sends it."""
+    """A process that pulls weights: the plan for its layout, and the boxes of every leaf to send to that process."""
 
     def __init__(self, source: Side, target: Side, process: int, mesh: Mesh, bucket_bytes: int):
         self.target, self.process = target, process
@@ -181,9 +181,9 @@ class ServedTree:
                 jax.tree.map(lambda x: x.delete(), leaves)
 
     def hold(self, version: int) -> None:
-        """Keeps a version in addition to the `keep` newest, until `hold` is called for another version.
+        """Keeps a version in addition to the `keep` newest versions, until `hold` is called for another version.
 
-        Some receivers, such as evaluation hosts, may pull it long after it was offered.
+        Some receivers, such as evaluation hosts, may pull the version long after it was offered.
 
         Raises:
           ValueError: other versions are offered, but this one is not.
