@@ -189,7 +189,7 @@ def set_aside(
       (devices left, devices set aside), each in the order of `sort_devices`.
 
     Raises:
-      ValueError: a size is open, or the mesh does not take equally many devices of every host and leave at least one.
+      ValueError: a size is open, the mesh does not take equally many devices of every host, or it takes all of a host.
     """
     sizes = parse_mesh(spec, key=key)
     if REST in sizes:
@@ -256,7 +256,7 @@ def local_mesh(mesh: Mesh, process: int, *, key: str = "mesh") -> Mesh:
       key: the configuration key that the mesh came from, for errors.
 
     Raises:
-      ValueError: a process that shares a row with others has devices in other rows, too, or the process has none.
+      ValueError: the process has no devices in the mesh, or a process that shares a row has devices in another row.
     """
     process_DX = np.vectorize(lambda d: d.process_index, otypes=[int])(mesh.devices).reshape(len(mesh.devices), -1)
     rows_D = (process_DX == process).any(axis=1)

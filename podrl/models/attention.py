@@ -1,4 +1,4 @@
-"""Self-attention over packed rows in four forms: causal within segments, shared tokens, windows, soft caps, sinks."""
+"""Self-attention over packed rows, by four algorithms: causal, with segments, shared tokens, windows, caps, sinks."""
 
 import functools
 from collections.abc import Sequence
@@ -167,7 +167,7 @@ def dense(
 
 
 def einsum_f32(equation: str, a: Array, b: Array) -> Array:
-    """Computes an einsum accumulated in float32; on CPU, which lacks some mixed-precision products, widens operands."""
+    """Computes an einsum accumulated in float32; widens operands on CPU, which lacks some mixed-precision products."""
 
     def narrow(a: Array, b: Array) -> Array:
         return jnp.einsum(equation, a, b, preferred_element_type=jnp.float32)
@@ -271,7 +271,7 @@ def _seen(where: Where, i: Array, j: Array, size: int) -> Array:
 def _where_seen(where: Where, seen: Array, body, carry):
     """Runs the body, but skips key blocks without a visible token if segments share tokens and a row has many blocks.
 
-    Without shared tokens `_key_blocks` has left out the blocks beyond the window already.
+    Without shared tokens, `_key_blocks` has already left out the blocks beyond the window.
     """
     if len(where) == 2 or seen.shape[-1] == where[0].shape[1]:
         return body(carry)
@@ -378,7 +378,7 @@ def _over_blocks(attend, count: int) -> tuple[Array, Array]:
 
 
 def _join(blocks: Array) -> Array:
-    """Joins blocks stacked on the first axis along their last axis, which is time."""
+    """Joins blocks along their last axis, which is time; the argument has the blocks stacked on its first axis."""
     blocks = jnp.moveaxis(blocks, 0, -2)
     return blocks.reshape(*blocks.shape[:-2], -1)
 

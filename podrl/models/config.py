@@ -40,7 +40,7 @@ class RopeScaling:
         is linear in the index of the frequency, and multiplies cosines and sines by `attention_factor` (arXiv
         2309.00071); or 'proportional', which divides the share `turned` of the frequencies, the highest ones, and
         sets the others to 0 (Gemma 4).
-      factor: divisor of the frequencies, by which wavelengths are stretched.
+      factor: divisor of the frequencies; wavelengths grow by this factor.
       low_freq_factor: number that sets the upper end of llama3's transition: wavelengths above
         `original_length / low_freq_factor` are stretched fully.
       high_freq_factor: number that sets the lower end of llama3's transition: wavelengths below
@@ -136,8 +136,8 @@ class Experts:
         scores are their weights.
       normalize: True if the weights of a token's experts are divided by their sum.
       scale: factor of the weights.
-      selection_bias: True if the choice, but not the weights, uses scores plus a number per expert, which has no
-        gradient.
+      selection_bias: True if experts are chosen by their scores plus a number per expert, which has no gradient. The
+        weights do not use this number.
       shared_dim: inner dimension of a shared expert, which computes every token; 0 for no shared expert.
       shared_gate: True if the shared expert's output is multiplied by a sigmoid of a projection of the token.
       bias: True if the router and the projections of the experts have biases.
@@ -194,7 +194,7 @@ class Delta:
 
     @property
     def sections(self) -> tuple[int, int, int]:
-        """Widths of a key head's query, key and values, which are its channels of the convolution in this order."""
+        """Widths of a key head's query, key and values; in this order they are the head's convolution channels."""
         return self.key_dim, self.key_dim, self.value_heads // self.key_heads * self.value_dim
 
     @property
@@ -224,8 +224,8 @@ class Kind:
       delta: sizes of linear attention, if the layers have it in place of attention; `num_kv_heads` and `head_dim` then
         have no meaning. None for attention.
       dense: True if the layers have the feed-forward of the model's `ffn_dim` in place of the model's experts.
-      keys_of: index of the kind whose last layer's keys and values these layers attend to, so that they have no
-        projections k and v of their own; -1 for own keys and values. Layers of such kinds follow all others.
+      keys_of: index of another kind. These layers attend to the keys and values of that kind's last layer, and have no
+        projections k and v of their own; they follow all other layers. -1 for own keys and values.
       ffn_scale: factor of the model's `ffn_dim`.
     """
 
@@ -279,9 +279,9 @@ class ModelConfig:
         `kinds[0]`.
       delta: sizes of linear attention in place of attention, None for attention; if layers are of several kinds, the
         value of `kinds[0]`.
-      ple_dim: size P of per-layer embeddings: each layer adds to its output a function of a vector for the token. The
-        vector comes from a table (V, L P) and from a projection of the token's embedding (Gemma 4 E2B, E4B). 0 for
-        none.
+      ple_dim: size P of per-layer embeddings: each layer has a vector for each token, and adds a function of it to the
+        layer's output. The vector comes from a table (V, L P) and from a projection of the token's embedding (Gemma 4
+        E2B, E4B). 0 for none.
       reuses_keys: True if the layers attend to keys and values of an earlier layer, see `Kind.keys_of`; False for a
         whole model.
       kinds: kinds of layers; () if all layers are alike.
@@ -405,7 +405,7 @@ class ModelConfig:
 
     @property
     def lenders(self) -> tuple[int, ...]:
-        """Indices of the kinds that lend keys and values: other layers attend to those of the kind's last layer."""
+        """Indices of the kinds whose last layer lends its keys and values to layers of other kinds."""
         return tuple(sorted({kind.keys_of for kind in self.kinds if kind.keys_of >= 0}))
 
     @property

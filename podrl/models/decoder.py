@@ -45,7 +45,7 @@ class LayerInfo:
 # In layers of linear attention: attend(h_BTD, layer, project) -> (out_BTD, state), with the normalised stream h.
 Attend = Callable[..., tuple[Array, PyTree]]
 # routed(h_BTD, layer, info, router_BTD) -> (out_BTD, route_BTk): the experts' output, and the chosen experts. The
-# router reads router_BTD, or h_BTD if it is None.
+# router reads router_BTD, or h_BTD if router_BTD is None.
 RoutedFeedForward = Callable[[Array, PyTree, LayerInfo, Array | None], tuple[Array, Array]]
 
 
@@ -471,7 +471,7 @@ def replayed(
       mesh: mesh on which activations are placed; None for one device.
       dropout_key: random key of the adapters' dropout (training only); None for no dropout.
       last_BT: last segment that sees the token, see `podrl.types.Layout`; None if segments share no tokens. Layers of
-        linear attention support one level only: a segment that other segments continue continues no segment itself.
+        linear attention support one level only: if other segments continue a segment, it must not continue another.
       route_LBTk: recorded experts of each token, see `podrl.models.moe.routes_of`; None lets every token choose.
       balance: factor of the experts' balance loss, see `podrl.models.moe.feed_forward`; None adds no gradient of it.
 

@@ -57,8 +57,8 @@ class Chunks:
       runs_BXC: True if the token's past starts from the running state.
       held_BXC: True if the token's past starts from the held state.
       last_BX: index in the chunk of the last token that is not padding; -1 if there is none.
-      hold_BX: index in the chunk of the last token whose segment other segments continue, after which its state becomes
-        the held state; -1 if there is none.
+      hold_BX: index in the chunk of the last token in a segment that other segments continue; the state after this
+        token becomes the held state. -1 if there is no such token.
     """
 
     past_BXCC: Bool[Array, "B X C C"]

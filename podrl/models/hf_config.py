@@ -303,7 +303,7 @@ def _per_layer_dim(known: JsonObject, fields: JsonObject, where: str) -> int:
 def _kinds(
     name: str, known: JsonObject, sliding: tuple[bool, ...], where: str
 ) -> tuple[tuple[Kind, ...], tuple[int, ...]]:
-    """Reads the kinds of layers of a Gemma 4: with a window, and without one but with heads of another size.
+    """Reads the kinds of layers of a Gemma 4: layers with a window, and full layers, whose heads have another size.
 
     The last layers may reuse the keys of the last earlier layer of the same type; there must be such a layer.
     """
@@ -757,7 +757,7 @@ def _rope_fields(config: ModelConfig) -> dict[str, object]:
     if config.family in PARTIAL_ROPE:
         share = config.rotary_dim / config.head_dim
         return {"rope_parameters": {"rope_theta": theta, "rope_type": "default", **old, "partial_rotary_factor": share}}
-    if config.family == "gpt_oss":  # without it, transformers takes the published scaling
+    if config.family == "gpt_oss":  # without this field, transformers takes the published scaling
         fields["rope_parameters"] = {"rope_theta": theta, **(old or {"rope_type": "default"})}
     if config.family in KINDS_OF_ROPE:
         local_theta, local_scaling = scaling_of.get(True, (10_000.0, RopeScaling()))

@@ -27,7 +27,7 @@ _GEMMA4 = ("global_head_dim", "num_global_key_value_heads", "attention_k_eq_v", 
 # Fields of Gemma 4 for embeddings for each layer, and for layers that reuse the keys of others.
 _SMALL = ("hidden_size_per_layer_input", "vocab_size_per_layer_input", "num_kv_shared_layers", "use_double_wide_mlp")
 _CLAMPED = ("swiglu_limit", "swiglu_alpha")
-# Fields of gpt-oss's published file that repeat fields which transformers reads under other names.
+# Fields of gpt-oss's published file that only repeat others: transformers reads the same values under other names.
 _TWICE = ("experts_per_token", "initial_context_length")
 _LINEAR = (
     *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),

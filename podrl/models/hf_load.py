@@ -35,7 +35,7 @@ _OTHER_PARTS = re.compile(
 )
 # Prefixes of the text decoder's names in checkpoints with several towers, and the plain prefixes.
 _TEXT_PREFIXES = (("language_model.model.", "model."), ("model.language_model.", "model."), ("language_model.", ""))
-_PEFT_PREFIX = "base_model.model."  # before the model's own names in files of adapters
+_PEFT_PREFIX = "base_model.model."  # prefix of the model's own names in files of adapters
 # A tensor that holds the matrices of all experts of a layer; gate and up are stacked in one tensor.
 _FUSED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
 _LISTED = 8
@@ -193,7 +193,7 @@ def _experts_apart(name: str, tensor: StoredTensor, wanted: Container[str]) -> l
 
 
 def _other_part(name: str, config: ModelConfig) -> str:
-    """Returns the name of the part that a tensor belongs to if it is not the text decoder, else ''.
+    """Returns the name of the part that a tensor belongs to; '' if this part is the text decoder.
 
     GLM 4.5 predicts several tokens at once with further layers after the last. Files of small Gemma 4 models may hold
     projections of keys and values for layers that reuse the keys and values of other layers.
@@ -225,7 +225,7 @@ def _load_leaf(
 ) -> Array:
     """Reads a leaf's tensors one after another into its (stacked) device array.
 
-    It waits until each tensor is on its devices, because the next one reuses the host memory of `staging`.
+    It waits until each tensor is on its devices, because the next tensor reuses the host memory of `staging`.
     """
     target = rules.sharding_for(entry.param.axes, entry.param.shape, mesh)
     raw_sharding = _stored_sharding(entry, target)
@@ -243,7 +243,7 @@ def _load_leaf(
 class _Staging:
     """Host memory for one tensor, reused for every tensor.
 
-    With a new buffer for each tensor, several would exist at a time, because the runtime frees them late.
+    With a new buffer for each tensor, several buffers would exist at a time, because the runtime frees them late.
     """
 
     def __init__(self, nbytes: int):

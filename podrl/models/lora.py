@@ -70,7 +70,7 @@ def with_adapters(
 
 
 def check_lora(config: ModelConfig) -> None:
-    """Refuses adapters, `config.lora`, that match no projection of the model, or whose rank exceeds its width.
+    """Refuses adapters (`config.lora`) that match no projection of the model, or with a rank above the model's width.
 
     Raises:
       ValueError: the adapters are refused; the message names the key.

@@ -213,10 +213,10 @@ def balance_loss(
     experts: Experts,
     axes: tuple[str, ...] = (),
 ) -> Float[Array, ""]:
-    """Computes the balance loss E x sum_e f_e P_e of one layer (arXiv 2101.03961, equation 4), times its tokens.
+    """Computes a layer's balance loss E x sum_e f_e P_e (arXiv 2101.03961, eq. 4), times the number of real tokens.
 
-    f_e is the share of the choices of real tokens that name expert e, without a gradient, and P_e the mean of the
-    router's probability of e over real tokens. A sigmoid's probabilities are its scores over their sum.
+    f_e is the share of real tokens' choices that name expert e; it has no gradient. P_e is the mean, over real tokens,
+    of the router's probability of e. With sigmoids, a probability is a token's score divided by the sum of its scores.
 
     Args:
       score_XE: the router's sigmoids if `experts.score` is 'sigmoid', else its logits.
@@ -340,14 +340,15 @@ def feed_forward(
       mesh: mesh on which each device computes its own rows, with weights gathered over fsdp and outputs summed over
         tensor. Over the axis expert, devices gather each other's tokens, compute the tokens of their own experts, and
         sum the outputs. None if the calling device has the rows and the whole weights.
-      inside: True if the caller is in a shard_map of `mesh` over all axes but a tensor larger than 1, with weights
-        already gathered over fsdp.
+      inside: True if the caller is in a shard_map of `mesh` over all axes (without the axis tensor, if it is larger
+        than 1) and has gathered the weights over fsdp.
       tpu: True if the TPU kernel computes the products.
       route_BTk: recorded routes, see `route`; None lets all tokens choose.
       router_BTD: normalised residual stream that the router reads; None for `x_BTD`.
       real_BT: False for tokens whose output nobody reads. No expert computes these tokens, and their output is 0. None
         if all outputs are read.
-      balance: factor of `balance_loss`, summed over the tokens, whose gradient the backward pass adds; None adds none.
+      balance: factor of `balance_loss`, which is a sum over the tokens; the backward pass adds the gradient of the
+        product. None adds none.
 
     Returns:
       The output in x's dtype, and the routes that the router chooses, as expert numbers plus 1. A token
@@ -462,8 +463,8 @@ def _joined(x: Array, axes: tuple[str, ...], dim: int) -> Array:
 def _scattered(axes: tuple[str, ...], dim: int, shape: tuple[int, ...], d: Array) -> tuple[Array]:
     """Sums the gradient of `_joined` over the axes; each device gets the sum of its own part, of shape `shape`.
 
-    The parts are scattered as rows. To scatter its last dimension, a TPU adds up the whole gradient on every device,
-    which sends twice the bytes.
+    The parts are scattered as rows. To scatter the last dimension, a TPU would add up the whole gradient on every
+    device, and so send twice the bytes.
     """
     parts = jnp.moveaxis(d.reshape(*d.shape[:dim], -1, shape[dim], *d.shape[dim + 1 :]), dim, 0)
     rows = parts.reshape(-1, shape[-1])  # a device's part is many of these rows
@@ -589,7 +590,7 @@ def _apply(
     Args:
       x_XD: normalised residual stream.
       expert_Xk: numbers of the experts that compute each token, from this device's first expert on. Numbers outside
-        [0, E), of experts of other devices or of no expert, add nothing to the sum.
+        [0, E) belong to experts of other devices or to no expert, and add nothing to the sum.
       weight_Xk: weights of these experts.
       leaves: weights, scales of integer weights, and adapters of the experts of this layer, or of several layers one
         after another, (G, ...).
@@ -604,7 +605,7 @@ def _plan(expert_Xk: Array, form: _Form) -> _SortedRows:
     if form.tpu:
         return _sort(expert_Xk, count, 1, -(-expert_Xk.size // tiles.ROWS) * tiles.ROWS)
     block = _LEAST
-    # An expert keeps at least 1.5 blocks of rows on average: in larger ones, padding costs more than their speed saves.
+    # An expert keeps at least 1.5 blocks of rows on average: in larger blocks, padding costs more than speed saves.
     while 3 * block * count * parts <= expert_Xk.size and block < _MOST:
         block *= 2
     return _sort(expert_Xk, count, block, (-(-expert_Xk.size // block) + min(count, expert_Xk.size)) * block)
@@ -615,8 +616,8 @@ class _Products(NamedTuple):
 
     Attributes:
       dot: dot(name, x_PX, part, transposed=False) multiplies each row by matrix `part` of its expert in leaf `name`.
-      bias: bias(name, part) returns the bias that belongs to matrix `part` of weight `name`, of each row or of all
-        rows alike; None without biases.
+      bias: bias(name, part) returns the bias that belongs to matrix `part` of weight `name`: one for each row, or one
+        for all rows. None without biases.
     """
 
     dot: Callable[..., Array]

@@ -51,7 +51,7 @@ def load(folder: Place, config: ModelConfig, mesh: Mesh, dtype: jax.typing.DType
 
     Args:
       folder: checkpoint of the tree of `podrl.models.parameters.param_specs`, or of a tree whose only key 'params'
-        holds this tree; of any floating dtype, and written from any mesh.
+        holds this tree. It may have any floating dtype, and may come from any mesh.
       config: the model; its adapters are not read.
       mesh: devices that hold the parameters.
       dtype: storage type of the parameters.

@@ -375,7 +375,7 @@ def _attend_fwd(q_BNHT: Array, k_BKHT: Array, v_BKHT: Array, where: Where, sinks
         results=[(q_BNHT.shape, q_BNHT.dtype, queries), (call.rows, jnp.float32, call.of_queries)],
         scratch=[(static.group, 1), (static.group, 1), (static.group, q_BNHT.shape[2])],
     )
-    for sink_N11 in sinks:  # a sink acts as a key whose value is 0, so it only lowers the weights of the others
+    for sink_N11 in sinks:  # a sink acts as a key whose value is 0, so it only lowers the other keys' weights
         total_BN1T = jnp.logaddexp(lse_BN1T, sink_N11)
         out_BNHT = (out_BNHT * jnp.exp(lse_BN1T - total_BN1T)[..., : static.T]).astype(out_BNHT.dtype)
         lse_BN1T = total_BN1T

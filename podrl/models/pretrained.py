@@ -123,7 +123,7 @@ def from_pretrained(
 
 
 def on_this_host(model: Any) -> Any:
-    """Returns the local directory of a model that a string names (`podrl.storage.hub.local`); else `model` itself."""
+    """Returns the model's local directory (`podrl.storage.hub.local`) if `model` is a string, else `model` itself."""
     return hub.local(model) if isinstance(model, str) else model
 
 

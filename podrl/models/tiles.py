@@ -13,8 +13,8 @@ _LEAST_ROWS = 128  # with fewer, the matrix unit waits for weights
 _TILES = 4  # a tile has more than the least rows only if an expert's rows then fill this many tiles
 _LANES = 128  # a tile's width is a multiple of this, or the whole dimension
 _CONTRACTED, _OTHER = 4096, 1024  # largest widths
-_WASTED = 0.07  # largest share of a dimension's size by which its last tile may exceed it
-_NEAR_BYTES = 12 << 20  # part that is used of the 16 MiB of near memory that a kernel has on the smallest chip
+_WASTED = 0.07  # a dimension's last tile may reach beyond the dimension by at most this share of the dimension's size
+_NEAR_BYTES = 12 << 20  # bytes to use; a kernel has 16 MiB of near memory on the smallest chip
 
 
 def row_tile(rows: float) -> int:
