@@ -18,8 +18,8 @@ Ability = Literal["windows", "greedy_members", "tells"]
 class SamplingSettings:
     """Sampling settings. Every value is traced: changing it recompiles nothing.
 
-    The temperature applies first, then top-k, top-p and min-p, each to the tokens that the previous filter kept. A
-    filter also keeps tokens that are as likely as the last token that it keeps.
+    The temperature applies first, then top-k, top-p and min-p, each to the tokens that the previous filter kept. Tokens
+    that are exactly as likely as a filter's last kept token are kept, too.
 
     Attributes:
       temperature: divisor of the logits; 0 takes the most likely token (greedy).
@@ -147,9 +147,9 @@ class RolloutConfig(SamplingSettings):
       merge_adapters: True if, with LoRA, the trainer folds the adapters into the weights and sends the whole model at
         every version. Decoding is then as fast as without adapters, and a transfer costs as much as in full training.
         If False, the base model is sent once, and the engine applies the adapters.
-      page_kernel: True if decoding on TPUs and GPUs uses podrl's attention kernel; None uses it on v4 and v5p, where it
-        reads less memory than XLA's form (docs/measurements/planning.md), and on NVIDIA GPUs from Ampere on. Samples
-        drawn with and without the kernel differ in their last bits.
+      page_kernel: True if decoding on TPUs and GPUs uses podrl's attention kernel. None uses the kernel on v4 and v5p,
+        where it reads less memory than XLA's form (docs/measurements/planning.md), and on NVIDIA GPUs from Ampere on.
+        Samples drawn with and without the kernel differ in their last bits.
       engine: decoding engine: 'podrl', or 'file.py:Class' or 'package.module:Class' for a class of your own
         (podrl/rollout/interface.py has its methods).
       router_replay: True if the engine records the experts that each token took while it was sampled, and the trainer

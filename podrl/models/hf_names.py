@@ -125,10 +125,10 @@ class Entry:
       param: shape and logical axes of the leaf, stacked dimensions included.
       inputs: number of dimensions, without the stacked ones, that are flattened into the second dimension of a stored
         matrix; 0 for vectors and embeddings, which are stored as they are. A matrix is stored as [outputs, inputs], and
-        its input dimensions are the leading dimensions of the leaf, unless `permuted` says another order.
+        its input dimensions are the leading dimensions of the leaf, unless `permuted` gives another order.
       up_name: name of the tensors of up, if the leaf holds gate and up: they are at index 1 of the last stacked
         dimension, whose size is 2. '' otherwise.
-      layers: number in the model of each layer of the stack; () if the stack holds all layers.
+      layers: for each layer of the stack, its number in the model; () if the stack holds all layers.
       alternating: True if gate and up are dimension 1 of the leaf's part, but alternate in the last dimension of the
         tensor: (E, ..., 2F) is stored for (E, 2, ..., F).
       permuted: dimensions, without the stacked ones, in the order in which a matrix is stored; () for outputs before

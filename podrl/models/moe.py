@@ -697,7 +697,7 @@ def _gradients(
     weight_P1: Array,
     form: _Form,
 ) -> tuple[Array, Array, list[tuple[str, int | None, Array | None, Array]]]:
-    """Computes the gradients of rows and weights of tokens, and the factors of the leaves' gradients (`_factors`)."""
+    """Computes the gradients of rows and of tokens' weights, and the factors of the leaves' gradients (`_factors`)."""
     scale, out_bias, (h, low_PR) = form.scale, products.bias("expert_out", None), inner
     a_PF, back = jax.vjp(gated(form.activation), *h)
     da_PF, dlow_PR = _times_transposed(products, leaves, "expert_out", [dy_PD], scale)

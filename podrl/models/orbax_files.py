@@ -113,8 +113,8 @@ def read_leaves(
 
     Args:
       folder: checkpoint, which must be complete on disk.
-      abstract: nested dict of jax.ShapeDtypeStruct with shardings, one for each leaf to read; a leaf is cast to its
-        dtype.
+      abstract: nested dict of jax.ShapeDtypeStruct with shardings, one for each leaf to read; a stored leaf of another
+        dtype is cast.
       finish: function (path, leaf) -> leaves that replace the leaf, by the last key of their paths.
 
     Raises:

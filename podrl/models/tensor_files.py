@@ -156,7 +156,7 @@ def _read_header(path: Place, size: int) -> tuple[dict, int]:
 
 
 def scan_directory(directory: Place) -> dict[str, StoredTensor]:
-    """Lists every tensor of a checkpoint directory: of `model.safetensors`, or of the files that its index names.
+    """Lists every tensor of a checkpoint directory: of `model.safetensors`, or of the files that an index names.
 
     Raises:
       ValueError: there are no weights; the index is unreadable; a file is missing, damaged, or lacks a tensor of the

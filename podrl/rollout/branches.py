@@ -204,10 +204,10 @@ class Branches:
           ids: token ids that end the answer, besides the end of the model's turn.
           urgent: True if a new branch gets a lane before samples that are not urgent.
           leaves: value of `Branches.drawn` at which the episode leaves the session; None for never.
-          drawn: recorded answer (podrl.rollout.partial.pack_turn) that the branch takes over; the engine samples its
-            remaining tokens if it has not ended. An answer with a hash of its request (`read_record`) is taken over
-            only if it answers this request. If the request opens a branch, `routes` has the branch's routes, if they
-            were recorded. None to sample the whole answer.
+          drawn: recorded answer (podrl.rollout.partial.pack_turn) that the branch takes over; if the answer has not
+            ended, the engine samples its remaining tokens. An answer with a hash of its request (`read_record`) is
+            taken over only if it answers this request. If the request opens a branch, `routes` has the branch's routes,
+            if they were recorded. None to sample the whole answer.
 
         Returns:
           The request's tokens that the branch did not have; None if there is no room for them and an answer.

@@ -123,7 +123,7 @@ class ServedTree:
         Args:
           source: tree of the parameters, or of ShapeDtypeStructs with their shardings; all on one mesh.
           target_dtype: type that floating-point leaves are cast to before they move; None keeps their type.
-          keep: number of versions that are kept for late receivers, including a version that is being copied. Each
+          keep: number of versions that are kept for late receivers, including a version that is being copied. A version
             takes the tree's size in the target dtype, spread over the trainer mesh.
           bucket_bytes: bound on the bytes that a device stages at once; None chooses it by platform.
           lease_s: seconds for which a version is kept after a receiver's last request for it.
