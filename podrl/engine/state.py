@@ -118,7 +118,7 @@ class EngineShape:
     def reads(self) -> ReadShape:
         """Returns the sizes of a read list that has room for any use of the lanes and pages.
 
-        In the worst case every shared read serves only one lane. There are then lanes times pages of a prompt of them.
+        In the worst case every shared read serves only one lane: each lane then needs a read for each page of a prompt.
         """
         shared = self.lanes * self.prompt_pages
         up = lambda n, block: -(-n // block) * block  # noqa: E731

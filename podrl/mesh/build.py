@@ -189,7 +189,7 @@ def set_aside(
       (devices left, devices set aside), each in the order of `sort_devices`.
 
     Raises:
-      ValueError: a size is open, the mesh does not take equally many devices of every host, or it takes all of a host.
+      ValueError: a size is open, or the mesh takes all devices of a host, or not equally many devices of every host.
     """
     sizes = parse_mesh(spec, key=key)
     if REST in sizes:

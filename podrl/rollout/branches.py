@@ -315,7 +315,7 @@ class Branches:
         self.text = str(message["content"] or "")
 
     def drop(self, session: Session, request: int) -> None:
-        """Takes an answer that no client received out of the row; the answer's branch then ends before the request.
+        """Removes a request's answer from the row, because no client received it; the branch ends before the request.
 
         An answer that a later request continues counts as received.
         """

@@ -257,7 +257,7 @@ class TransferPlan:
         return max((bucket.bytes for bucket in self.buckets), default=0)
 
     def seconds(self, bandwidth: float) -> float:
-        """Estimates the seconds of a move if a device sends, and at once receives, `bandwidth` bytes per second."""
+        """Estimates the seconds of a move if every device sends and receives, each at `bandwidth` bytes per second."""
         busiest = [int(np.bincount(_dense(id_E), self.links[:, 2]).max(initial=0)) for id_E in self.links.T[:2]]
         return max(busiest) / bandwidth
 

@@ -28,8 +28,7 @@ class TransferTimeoutError(ChannelError):
 class VersionGoneError(ChannelError):
     """The trainer no longer holds the requested version; a newer version is available.
 
-    If the leader gave up a rollout host because the host paused for too long, this error may be the first that the host
-    learns of it.
+    If a rollout host pauses for too long, the leader gives the host up. This error may then tell the host so first.
     """
 
 
