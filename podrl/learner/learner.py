@@ -266,14 +266,15 @@ class SampleLearner(SavedByRun):
             To score with this learner's reward functions, pass a podrl.learner.evaluate.Evaluator made with
             `rewards=learner.rewards_of`.
           run: files, checkpoints and signals. By default `train` makes a run in
-            training_config.checkpoint_root_directory, or a run without files if the directory is None. Such a run
-            ends with summary.json, report.html and a table of the first and last evaluation.
+            training_config.checkpoint_root_directory, or a run without files if the directory is None. A run that
+            `train` makes in a directory ends with summary.json, report.html and a table of the first and last
+            evaluation.
           save_every: number of steps between checkpoints; overrides `checkpoint.every`.
           checkpoint: settings of the checkpoints, a CheckpointConfig or a dict of its fields; excludes `run`.
 
         Raises:
           ValueError: arguments contradict each other, or do not have the forms described above; or an earlier call
-            trained without files, so that this one cannot go on from it.
+            trained without files, so that this call cannot go on from the earlier one.
         """
         training = self.cluster.training_config
         if self._trained_to:

@@ -41,14 +41,14 @@ class BesideTraining(Protocol):
         ...
 
     def evaluated(self, *, wait: bool) -> tuple[int, dict[str, float], list[LogRecord]] | None:
-        """Returns (step, eval/* metrics, a few samples) of the evaluation that was begun; None while it lasts.
+        """Returns (step, eval/* metrics, a few samples) of the evaluation that was begun; None while it runs.
 
         Each evaluation is returned once.
         """
         ...
 
     def unsaved(self) -> bool:
-        """True if the evaluation that was begun will not end, after a failure.
+        """True if the evaluation that was begun has failed and will never end.
 
         A run that resumes from the newest checkpoint then begins the evaluation again.
         """

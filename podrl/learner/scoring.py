@@ -37,7 +37,7 @@ class ReferencedScores(Scores):
 
 @dataclasses.dataclass(frozen=True)
 class SpanScores(ReferencedScores):
-    """Scores of teachers, some of which use another tokenizer than the policy.
+    """Scores of several teachers; some of the teachers use another tokenizer than the policy.
 
     Attributes:
       span_BT: number of the span of text in which a token is compared, -1 for none. A teacher's log-probability of a
@@ -49,7 +49,7 @@ class SpanScores(ReferencedScores):
 
 @dataclasses.dataclass(frozen=True)
 class IdScores(Scores):
-    """Scores of a teacher that reads other rows than the policy: its log-probabilities of the policy's likeliest ids.
+    """Scores of a teacher that reads other rows than the policy: log-probabilities of the policy's likeliest ids.
 
     Attributes:
       number_BT: number of each sampled token among all sampled tokens of the batch, from 1 on; 0 on other tokens.
