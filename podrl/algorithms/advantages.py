@@ -87,8 +87,8 @@ def group_relative(
         rewards + eps (arXiv 2508.08221); "none" only centres (Dr. GRPO, arXiv 2503.20783).
       ddof: 1 for the sample standard deviation (Tunix, TRL, verl), 0 for the population's (NumPy, open-instruct).
       eps: number added to the standard deviation; a group of equal rewards gives exactly 0.
-      singleton: advantage of a group of one: "zero", or "raw" for the reward, which "std" divides by 1 + eps and
-        "batch" by the standard deviation of all rewards + eps.
+      singleton: advantage of a group of one: "zero", or "raw" for the reward. A `scale` of "std" divides this reward by
+        1 + eps, "batch" divides it by the standard deviation of all rewards + eps.
 
     Returns:
       Advantages, with mean 0 in every group except groups of one under "raw"; unitless, but in reward units under

@@ -61,7 +61,7 @@ def canonical_mode(mode: str, *, key: str = "grpo.loss_agg_mode", dialect: str =
     """Translates any known name of an aggregation mode into podrl's name.
 
     Args:
-      mode: podrl's name, a name of `dialect`, or a name that means the same in every dialect that has it.
+      mode: podrl's name, a name of `dialect`, or a name with one meaning in all dialects that use it.
       key: config key that error messages name.
       dialect: framework whose meaning of a name comes first, a key of `DIALECTS`; '' for no framework.
 

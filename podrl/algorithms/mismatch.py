@@ -98,7 +98,7 @@ def ratios_by_age(
 
     Returns:
       `rollout/share_stale_AGE`, the share of each age; and `actor/ratio_stale_AGE` and `actor/pg_clipfrac_stale_AGE`,
-      the parts of the two means over all loss tokens that come from this age: `divided` divides them by the share.
+      each age's parts of the two means over all loss tokens. `divided` divides the parts by the share.
     """
     found: dict[str, Ratio] = {}
     for age in range(oldest + 1):

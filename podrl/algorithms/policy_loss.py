@@ -301,8 +301,8 @@ class PolicyLoss:
         length_BT=, segment_BT=) -> loss_BT. None otherwise.
       oldest: largest age of a token, in updates. From 2 on, rows have ages, and there are metrics for each age.
       stale_bound: largest age of a token that counts in the policy loss, in updates; None for no bound.
-      others: losses of tokens with other surrogates: a token has the surrogate of `others[n - 1]` if `loss_BT` of the
-        rows is n > 0. Correction, KL, entropy and aggregation follow `settings` for all tokens.
+      others: policy losses with other surrogates. A token with the number n > 0 in `loss_BT` of the rows has the
+        surrogate of `others[n - 1]`. Correction, KL, entropy and aggregation follow `settings` for all tokens.
     """
 
     settings: LossSettings
@@ -331,7 +331,7 @@ class PolicyLoss:
         return ReferencedRows if self.needs_reference() else PolicyRows
 
     def reads(self, mixed: bool) -> dict[str, DTypeLike]:
-        """Returns the optional arrays in the rows that the loss reads, as dtypes by name.
+        """Returns the optional arrays that the loss reads from the rows, as dtypes by name.
 
         Args:
           mixed: True if samples of some data sources have settings of their own.

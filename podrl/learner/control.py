@@ -15,12 +15,12 @@ MEASURE = "sampler/abs_diff"  # metric that the gate compares with its bound
 
 
 class _Coefficient:
-    """A KL coefficient, fixed or adapted to `kl_target`; 0 means no KL and stays 0.
+    """A KL coefficient, fixed or adapted to `kl_target`. A coefficient of 0 means no KL, and is never adapted.
 
     Attributes:
       active: True if the run has this KL.
       steered: True if the coefficient adapts.
-      coef: coefficient of the next step, which checkpoints hold.
+      coef: coefficient for the next step; checkpoints hold this number.
     """
 
     def __init__(self, config: AlgorithmConfig, start: float):

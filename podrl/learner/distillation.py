@@ -92,7 +92,7 @@ class DistilledGRPO(GRPO):
         return self._reward_kl.active or not self._exact, kept
 
     def score(self, step: int, experience: Experience) -> Scores:
-        """Scores the policy and its teachers, each of which reads the samples in its own way."""
+        """Scores the policy and its teachers; every teacher reads the samples in its own way."""
         readings, rollouts = self._readings(step, experience), experience.rollouts
         if not readings:
             return super().score(step, experience)

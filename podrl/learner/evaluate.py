@@ -127,7 +127,7 @@ class EvalConfig:
 
 # (completion, reference answer) -> named 0/1 scores: answer, partial, format.
 Scorer = Callable[[str, Any], dict[str, float]]
-# samples -> rewards of every sample, (B,): 'reward' is the total, 'reward/NAME' of one function; NaN for no reward.
+# samples -> rewards of every sample, (B,), NaN for none: 'reward' is the total, 'reward/NAME' is from one function.
 RewardsOf = Callable[[Rollouts], Mapping[str, np.ndarray]]
 
 

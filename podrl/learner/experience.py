@@ -32,7 +32,7 @@ AGED_ROWS = (*NEEDED_ROWS, "version_BT")  # arrays that training reads if it tel
 def share_of(batches: Sequence[Prompts], index: int, count: int) -> list[Prompts]:
     """Divides the prompts of `batches`, in order, into `count` nearly equal shares; returns share `index`, from 0.
 
-    A batch without prompts in the share is left out. If there are more shares than prompts, some are empty lists.
+    A batch without prompts in the share is left out. If there are more shares than prompts, some shares have no batch.
     """
     first, end = np.linspace(0, sum(len(prompts.length_P) for prompts in batches), count + 1).astype(int)[index:][:2]
     share, at = list[Prompts](), 0

@@ -55,7 +55,7 @@ class GroupInFlight:
 
 
 _LEAST_SHARE = 0.125  # smallest share of groups with a signal that `_further` assumes
-_OF_TOKENS = ("mask_BT", "turn_reward_BT")  # arrays that are 0 for a sample that is left out of the loss
+_OF_TOKENS = ("mask_BT", "turn_reward_BT")  # arrays that hold only 0 for samples left out of the loss
 
 
 class Generator:
@@ -251,7 +251,7 @@ class Generator:
         return rollouts, np.concatenate(rewards, axis=1), time.monotonic() - started
 
     def signal(self, group: GroupInFlight) -> bool | None:
-        """Returns True if the rewards of a request of one prompt differ, or True without dynamic sampling.
+        """Returns True if the rewards of a request of one prompt differ, and in runs without dynamic sampling.
 
         Returns:
           None as long as a sample has not ended or a reward is not known.
@@ -512,7 +512,7 @@ class Generator:
         """Samples more prompts until enough groups have unequal rewards, or no prompt is left (DAPO, eq. 11).
 
         Each round samples as many prompts as are likely to be enough, by the share of groups with a signal so far. If
-        too few groups have a signal, the first groups without one fill the batch; the loss ignores them.
+        too few groups have a signal, the first groups without a signal fill the batch; the loss ignores these groups.
         """
         wanted = len(self._first_prompts(prompts).length_P)
         parts, seconds = [first], first[2]

@@ -82,7 +82,7 @@ class GRPO:
         self._token_loss = with_observations(loss) if config.observed_weight else loss
         cluster.actor.prepare(self._token_loss, self._token_weights, teacher)
         self.mini_batches.place(pieces=pieces, by_sample=self._loss.by_sample)
-        # Numbers of tokens of each mini-batch of a step: in its sequences, in its rows, and computed.
+        # For each mini-batch of a step, three numbers of tokens: in its sequences, in its rows, and computed.
         self._packed: list[tuple[int, int, int]] = []
 
     def _reference_use(self) -> tuple[bool, bool]:
@@ -256,7 +256,7 @@ class GRPO:
     def restore(self, state: SavedState) -> None:
         """Restores the adaptive coefficients of a checkpoint."""
         for name, control in self._kl_controls():
-            if name in state:  # a coefficient that was still fixed when the checkpoint was saved is not in it
+            if name in state:  # a checkpoint has no coefficients that were still fixed when it was saved
                 control.restore(state[name])
 
     def _kl_controls(self) -> list[tuple[str, RewardKL | LossKL]]:

@@ -73,7 +73,7 @@ def rollout_source(
       workload: the samples and evaluations of the job.
       trained: the algorithm on a trainer host; None on a rollout host.
       pod: the job's processes; None for a job of one process.
-      offline: True if batches are answers from data (SFT, DPO), so that none is generated.
+      offline: True if batches are answers from data (SFT, DPO), so that no batch is generated.
 
     Returns:
       The source, and a function that returns True once the run was asked to stop.

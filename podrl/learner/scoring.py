@@ -107,7 +107,7 @@ def policy_scores(
 def compared(batches: Sequence[Batch[PolicyRows]]) -> list[Metrics]:
     """Measures `mismatch` on batches without an update; their old log-probabilities are the trainer's.
 
-    It waits for each batch before the next, so that programs do not pile up on the device.
+    Each batch is finished before the next one starts, so that programs do not pile up on the device.
     """
     return [
         jax.device_get(_distances(rows.old_logprob_BT, rows.sampler_logprob_BT, rows.mask_BT))
