@@ -3,8 +3,8 @@
 Every function takes numpy arrays or jax arrays and returns arrays of the same library and precision; integer rewards
 become float32. Groups may be incomplete, of different sizes, and in any order.
 
-A group of one sample has no baseline: by default its advantage is 0, so the sample teaches nothing. verl keeps the
-bare reward instead, and so does `singleton="raw"`.
+A group of one sample has no baseline: by default its advantage is 0, so the sample teaches nothing. With
+`singleton="raw"` its advantage is its reward, as in verl.
 
 An advantage that is divided by a spread of rewards, or by their mean, is unitless; all others are in reward units.
 
@@ -57,7 +57,7 @@ def _centred(reward_PG: Groups, baseline_PG: Groups) -> Groups:
     """Subtracts the baseline; the result is exactly 0 in a group of equal rewards.
 
     The computed mean of equal numbers can be off by a rounding error. Without this rule a later division by a tiny
-    standard deviation would turn that error into a signal.
+    standard deviation would turn the error into a signal.
     """
     some_P1 = reward_PG.max(axis=1, keepdims=True) > reward_PG.min(axis=1, keepdims=True)
     return namespace(reward_PG).where(some_P1, reward_PG - baseline_PG, 0.0)
@@ -87,8 +87,8 @@ def group_relative(
         rewards + eps (arXiv 2508.08221); "none" only centres (Dr. GRPO, arXiv 2503.20783).
       ddof: 1 for the sample standard deviation (Tunix, TRL, verl), 0 for the population's (NumPy, open-instruct).
       eps: number added to the standard deviation; a group of equal rewards gives exactly 0.
-      singleton: advantage of a group of one: "zero", or "raw" for the reward, which "std" divides by 1 + eps and
-        "batch" by the standard deviation of all rewards + eps.
+      singleton: advantage of a group of one: "zero", or "raw" for the reward. A `scale` of "std" divides this reward by
+        1 + eps, "batch" divides it by the standard deviation of all rewards + eps.
 
     Returns:
       Advantages, with mean 0 in every group except groups of one under "raw"; unitless, but in reward units under
@@ -180,7 +180,9 @@ def leave_one_out(
 
 
 def _spread_of_others(reward_PG: Groups, mean_PG: Groups, eps: float) -> Groups:
-    """Computes the sample standard deviation + eps of the other rewards of a sample's group; 1 if they are equal.
+    """Computes, for each sample, the standard deviation + eps of its group's other rewards; 1 if these are equal.
+
+    The standard deviation has Bessel's correction.
 
     Args:
       reward_PG: rewards of P groups of G samples, G at least 3.

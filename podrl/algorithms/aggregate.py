@@ -34,8 +34,8 @@ MODES = (
 SCALED_MODES = ("sequence-mean-token-scale", "token-sum-scale")
 
 # The meanings of other frameworks' names, taken from their source code: verl's `agg_loss` (one name changed its meaning
-# after January 2026), TRL's `loss_type`, Tunix's `loss_agg_mode`. A preset that reproduces a framework understands its
-# names.
+# after January 2026), TRL's `loss_type`, Tunix's `loss_agg_mode`. A preset that reproduces a framework understands the
+# framework's names.
 _VERL = {
     "seq-mean-token-mean": "sequence-mean-token-mean",
     "seq-mean-token-sum": "sequence-mean-token-sum",
@@ -61,7 +61,7 @@ def canonical_mode(mode: str, *, key: str = "grpo.loss_agg_mode", dialect: str =
     """Translates any known name of an aggregation mode into podrl's name.
 
     Args:
-      mode: podrl's name, a name of `dialect`, or a name that means the same in every dialect that has it.
+      mode: podrl's name, a name of `dialect`, or a name with one meaning in all dialects that use it.
       key: config key that error messages name.
       dialect: framework whose meaning of a name comes first, a key of `DIALECTS`; '' for no framework.
 
@@ -130,7 +130,7 @@ def token_mean(value_BT: Float[Array, "B T"], mask_BT: Mask) -> Ratio:
 
 
 def divisor(mask_BT: Float[np.ndarray, "B T"], mode: str) -> float:
-    """Returns the divisor of the batch's sum: the number of loss tokens, of sequences with loss tokens, or 1.
+    """Returns the divisor of the batch's sum: the number of loss tokens, the number of sequences with them, or 1.
 
     The divisor is 1 in a batch without a loss token, because an update then divides by 1.
 
@@ -153,10 +153,10 @@ def as_token_mean(
     eps: float = 0.0,
     over_BT: Float[np.ndarray, "B T"] | None = None,
 ) -> Float[np.ndarray, "B 1"]:
-    """Returns a factor for the values of each sequence: `aggregate` of values times factors is their mean over tokens.
+    """Returns one factor per sequence, with which `aggregate` computes the mean over tokens for every mode.
 
-    With this factor, a part of a loss that is a mean over tokens can be added to the values of another part, although
-    the mode has another denominator.
+    `aggregate` of the values times the factors is the mean of the values over tokens. So a part of a loss that is a
+    mean over tokens can be added to the values of another part, although the mode has another denominator.
 
     Args:
       mask_BT: 1 on loss tokens; each row is one sequence, not packed.

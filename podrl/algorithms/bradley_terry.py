@@ -30,7 +30,7 @@ def bradley_terry(score_P2: Float[Array, "P 2"]) -> PreferenceLoss:
     """Computes -log sigmoid(score of the chosen - score of the rejected) (arXiv 2203.02155, eq. 1) and its derivatives.
 
     Args:
-      score_P2: score of each answer, whose differences are log-odds; column 0 is the chosen answer.
+      score_P2: score of each answer; column 0 is the chosen answer. Differences of scores are log-odds.
     """
     margin_P = score_P2[:, 0] - score_P2[:, 1]
     slope_P = jax.nn.sigmoid(-margin_P)

@@ -1,7 +1,8 @@
 """On-policy distillation: the policy learns to match a teacher's distribution on the tokens that the policy samples.
 
 The method is that of "On-policy distillation of language models" (arXiv 2306.13649), with the reverse KL,
-KL(policy || teacher), of the distribution that each sampled token was drawn from. There are two ways to compute the KL:
+KL(policy || teacher). At each sampled token the KL compares the distribution from which the policy drew the token with
+the teacher's distribution. There are two ways to compute the KL:
 
 - An estimate on the sampled token alone, as in the report of Thinking Machines of October 2025. Its gradient is the
   policy gradient with the advantage log teacher - log policy of each token, undiscounted.
@@ -24,7 +25,8 @@ from podrl.algorithms.spans import over_spans
 from podrl.types import Layout
 
 TeacherKL = Literal["sampled", "top_k", "full"]
-# The teacher: the model of model.reference, the policy before the first step, the current policy, its moving average.
+# The teacher: the model of model.reference, the policy before the first step, the current policy, or the moving average
+# of the policy.
 Teacher = Literal["reference", "initial", "current", "ema"]
 _IN_WORDS: Mapping[Teacher, str] = {
     "reference": "the teacher is model.reference",
@@ -159,7 +161,7 @@ def top_k_kl(logprob_BTK: Float[Array, "B T K"], teacher_logprob_BTK: Float[Arra
 
     The value is the sum of p log(p / q) over these K + 1 events. Merging ids into one event makes a divergence smaller
     and never negative, so the value is a lower bound of the exact KL. It equals the exact KL if p / q is the same for
-    all merged ids, or if there are none.
+    all merged ids, or if no ids are merged.
 
     Args:
       logprob_BTK: log-probabilities of the K ids under the policy, nats; differentiated.

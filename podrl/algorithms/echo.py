@@ -1,8 +1,8 @@
 """ECHO: the policy also learns to predict its environment's answers, by a cross-entropy added to the policy loss.
 
-The method is that of arXiv 2605.24517. An observed token comes from the environment after the sample's first turn, such
-as a token of a tool's output. The policy did not sample it, so it has no advantage; its probability is raised as in
-supervised fine-tuning.
+The method is that of arXiv 2605.24517. An observed token is a token from the environment, such as a tool's output,
+after the sample's first turn. The policy did not sample the token, so the token has no advantage; its probability is
+raised as in supervised fine-tuning.
 """
 
 import flax.struct

@@ -26,7 +26,7 @@ def gae(
     gamma: float = 1.0,
     lam: float = 0.95,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-    """Computes advantages A_t = delta_t + gamma lam A_t' and returns A_t + value_t (arXiv 1506.02438, eq. 16).
+    """Computes the advantages A_t = delta_t + gamma lam A_t' and the returns A_t + value_t (arXiv 1506.02438, eq. 16).
 
     delta_t = reward_t + gamma value_t' - value_t, where t' is the next token with mask 1. Tokens with mask 0 (tool
     output, prompt, padding) are skipped, and their rewards and values are ignored. At the last sampled token value_t'
@@ -85,8 +85,8 @@ def _backwards(xp: Any, step: Callable[[Any, Any], tuple[Any, Any]], init: Any, 
 def outcome_reward(reward_B: Float[Array, " B"], mask_BT: Mask) -> Float[Array, "B T"]:
     """Puts each sequence's reward on its last token with mask 1, 0 elsewhere.
 
-    A sequence without a sampled token has its reward on its first token: it teaches nothing, but its reward counts in
-    its group.
+    A sequence without a sampled token has its reward on its first token. The sequence teaches nothing, but its reward
+    counts in its group.
     """
     xp = namespace(reward_B)
     sampled_BT = mask_BT.astype(bool).astype(xp.int32)

@@ -23,7 +23,8 @@ def mismatch(
 ) -> dict[str, Ratio]:
     """Measures per-token distances between trainer and sampler; 0 (exp_diff 1) if they agree bit for bit.
 
-    With d = logprob - sampler_logprob and w = exp(d), the means over loss tokens, which the sampler drew:
+    The measures are means over loss tokens, all of which the sampler drew. With d = logprob - sampler_logprob and
+    w = exp(d), a token's values are:
 
       sampler/abs_diff    abs(d), nats
       sampler/exp_diff    exp(abs(d)), at least 1
@@ -97,7 +98,7 @@ def ratios_by_age(
 
     Returns:
       `rollout/share_stale_AGE`, the share of each age; and `actor/ratio_stale_AGE` and `actor/pg_clipfrac_stale_AGE`,
-      the parts of the two means over all loss tokens that come from this age: `divided` divides them by the share.
+      each age's parts of the two means over all loss tokens. `divided` divides the parts by the share.
     """
     found: dict[str, Ratio] = {}
     for age in range(oldest + 1):
@@ -130,7 +131,7 @@ def divided(mean: Mapping[str, float]) -> dict[str, float]:
 def pearson(mean: Mapping[str, float]) -> float:
     """Computes Pearson's correlation of trainer and sampler probabilities from the means of `sampler/moment_*`.
 
-    The correlation is 1 if either side does not vary. It has about three correct digits, as the means are float32.
+    The correlation is 1 if either side does not vary. It has about three correct digits, because the means are float32.
     """
     x, y, xx, yy, xy = (float(mean[f"sampler/moment_{name}"]) for name in MOMENTS)
     variance_x, variance_y = xx - x * x, yy - y * y

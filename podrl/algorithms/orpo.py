@@ -6,7 +6,7 @@ from jaxtyping import Array, Float
 
 from podrl.algorithms.dpo import PairLoss
 
-_SURE = -1e-6  # largest mean log-probability, nats; closer to 0 the odds exceed the range of float32
+_SURE = -1e-6  # largest mean log-probability that is used, nats; at 0 the odds would be infinite
 
 
 def orpo(logprob_P2: Float[Array, "P 2"], length_P2: Float[Array, "P 2"], *, coef: float) -> PairLoss:

@@ -270,7 +270,7 @@ class KLLossSettings(LossSettings):
       beta: coefficient of the KL to the reference policy in the loss, loss per nat; 0 for no KL (no reference is kept
         then).
       kl_loss_mode: estimator of the KL in the loss (`podrl.algorithms.kl`). Tunix's default, 'kl', has no gradient on
-        average, so it holds nothing back: docs/algorithms.md.
+        average, so it does not hold the policy near the reference: docs/algorithms.md.
     """
 
     beta: NonNegative = 0.04
@@ -301,8 +301,8 @@ class PolicyLoss:
         length_BT=, segment_BT=) -> loss_BT. None otherwise.
       oldest: largest age of a token, in updates. From 2 on, rows have ages, and there are metrics for each age.
       stale_bound: largest age of a token that counts in the policy loss, in updates; None for no bound.
-      others: losses of tokens with other surrogates: a token has the surrogate of `others[n - 1]` if `loss_BT` of the
-        rows is n > 0. Correction, KL, entropy and aggregation follow `settings` for all tokens.
+      others: policy losses with other surrogates. A token with the number n > 0 in `loss_BT` of the rows has the
+        surrogate of `others[n - 1]`. Correction, KL, entropy and aggregation follow `settings` for all tokens.
     """
 
     settings: LossSettings
@@ -331,7 +331,7 @@ class PolicyLoss:
         return ReferencedRows if self.needs_reference() else PolicyRows
 
     def reads(self, mixed: bool) -> dict[str, DTypeLike]:
-        """Returns the optional arrays in the rows that the loss reads, as dtypes by name.
+        """Returns the optional arrays that the loss reads from the rows, as dtypes by name.
 
         Args:
           mixed: True if samples of some data sources have settings of their own.
@@ -367,8 +367,8 @@ class PolicyLoss:
     def token_share(self, mask_BT: Float[np.ndarray, "B T"]) -> float:
         """Returns the divisor of one update's loss, divided by its number of loss tokens.
 
-        A sum over tokens times this factor, added to the loss's numerator, becomes a mean over loss tokens for every
-        divisor of the loss.
+        If a sum over tokens, times this factor, is added to the loss's numerator, the final division makes it a mean
+        over loss tokens, whatever the loss is divided by.
 
         Args:
           mask_BT: 1 on loss tokens of the update's samples, one sample per row.
@@ -378,7 +378,7 @@ class PolicyLoss:
     def as_token_mean(
         self, mask_BT: Float[np.ndarray, "B T"], over_BT: Float[np.ndarray, "B T"] | None = None
     ) -> Float[np.ndarray, "B 1"]:
-        """Returns a factor for each sample's advantages with which their part of the loss is a mean over tokens.
+        """Returns one factor per sample; advantages times these factors make a part of the loss that is a token mean.
 
         Args:
           mask_BT: 1 on loss tokens of the update's samples, one sample per row.
@@ -511,9 +511,9 @@ class PolicyLoss:
         """Computes the weight of each token's log-probability in the policy gradient, and marks clipped tokens.
 
         The weight is minus the derivative of the sum of policy-gradient losses with respect to the token's
-        log-probability. At a ratio of 1 the weight is the advantage, unless the token is corrected or cut. It is 0
-        where the clip took the gradient away. KL, entropy and aggregation (division by lengths and numbers of tokens)
-        are left out.
+        log-probability. At a ratio of 1 the weight is the advantage, unless the token is corrected or cut. Where the
+        clip took the gradient away, the weight is 0. KL, entropy and aggregation (division by lengths and numbers of
+        tokens) are left out.
 
         Args:
           logprob_BT: log-probabilities under the policy being trained, nats.

@@ -1,4 +1,4 @@
-"""Packed rows that the policy loss reads, with reference log-probabilities if it needs them.
+"""Packed rows that the policy loss reads, with reference log-probabilities if the loss needs them.
 
 An update whose loss has further terms wraps these rows (`ExtraTermRows`), once for each further term.
 """
@@ -23,8 +23,8 @@ class PolicyRows:
       mask_BT: 1 on tokens that count in the loss.
       length_BT: number of loss tokens in this token's sequence, 1 on padding; the sequence-mean modes divide by it.
       advantage_BT: advantage of the token.
-      old_logprob_BT: log-probability under the policy that the ratio starts from, which is the trainer's weights before
-        the first update on this batch. The sampler's log-probability stands here until the trainer has computed it.
+      old_logprob_BT: log-probability under the policy that the ratio starts from: the trainer's policy before the first
+        update on this batch. Until the trainer has computed this number, the sampler's log-probability stands here.
       sampler_logprob_BT: log-probability that the rollout engine reported when it drew the token. If old_logprob_BT
         holds the same numbers, the sampler correction is 1, because the ratio already starts from the sampler.
       kl_scale: factor on the loss's `beta`, for adaptive control. It is an argument of the compiled program, so a new

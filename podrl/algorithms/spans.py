@@ -1,7 +1,7 @@
 """Aligns two token sequences of one text by spans; a span ends where a token ends in both sequences.
 
-As in TRL's GOLD (general online logit distillation): by the chain rule, the log-probabilities of a span's tokens add up
-to the log-probability of the span.
+By the chain rule, the log-probabilities of a span's tokens add up to the log-probability of the span. TRL's GOLD
+(general online logit distillation) uses spans in the same way.
 """
 
 import numpy as np

@@ -220,9 +220,9 @@ def dppo(
 ) -> Surrogate:
     """Computes -r A + coef (log r)^2, without -r A if the probability has moved too far in the direction of A.
 
-    DPPO's binary total variation (arXiv 2602.04879), with the penalty that prime-rl adds. A clip of the ratio stops
-    rare tokens after a small change of probability and frequent tokens almost never; a bound on the change of
-    probability treats both alike. The penalty is on every token, so it also draws back tokens that have lost -r A.
+    This is DPPO's binary total variation (arXiv 2602.04879), with the penalty that prime-rl adds. A clip of the ratio
+    stops rare tokens after a small change of probability, but almost never stops frequent tokens. A bound on the change
+    of probability treats both alike. The penalty is on every token, so it also draws back tokens that have lost -r A.
 
     Args:
       epsilon_low: largest fall of the probability, from exp(old_logprob) to exp(logprob), at which a token with A < 0
@@ -247,8 +247,8 @@ def ipo(
 ) -> Surrogate:
     """Computes -r A + coef (log r)^2, without -r A if the token's probability has moved too far in either direction.
 
-    prime-rl's IPO, its default since August 2026: DPPO's mask, whatever the sign of A. A token that has moved too far
-    loses -r A even if A would bring it back; only the penalty draws it back.
+    IPO is prime-rl's default since August 2026. Its mask is DPPO's mask, but does not depend on the sign of A. A token
+    that has moved too far loses -r A even if A would bring it back; only the penalty draws it back.
 
     Args:
       epsilon_low: largest fall from exp(old_logprob) to exp(logprob) that keeps -r A.
@@ -293,7 +293,7 @@ def dro(
     """Computes -A logprob + beta / 2 (log r)^2, a policy gradient with a quadratic penalty (DRO, arXiv 2405.19107).
 
     A is not multiplied by a ratio, so the loss can be used on samples of any policy; only the penalty keeps the trained
-    policy near the policy that sampled. Per token, as in Tinker's loss of this name.
+    policy near the policy that sampled. The loss is computed per token, as in Tinker's loss of this name.
 
     Args:
       beta: twice the weight of (log r)^2.
@@ -361,7 +361,7 @@ def kl_cov(
 ) -> Surrogate:
     """Computes -r A, plus coef abs(log r) on the tokens of largest covariance (KL-Cov, arXiv 2505.22617).
 
-    `token_covariance` computes the covariance, of advantage and logprob.
+    `token_covariance` computes this covariance of advantage and logprob.
 
     Args:
       fraction: share of the loss tokens of this call to penalise, at least one token.

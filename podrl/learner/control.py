@@ -15,12 +15,12 @@ MEASURE = "sampler/abs_diff"  # metric that the gate compares with its bound
 
 
 class _Coefficient:
-    """A KL coefficient, fixed or adapted to `kl_target`; 0 means no KL and stays 0.
+    """A KL coefficient, fixed or adapted to `kl_target`. A coefficient of 0 means no KL, and is never adapted.
 
     Attributes:
       active: True if the run has this KL.
       steered: True if the coefficient adapts.
-      coef: coefficient of the next step, which checkpoints hold.
+      coef: coefficient for the next step; checkpoints hold this number.
     """
 
     def __init__(self, config: AlgorithmConfig, start: float):
@@ -45,7 +45,7 @@ class _Coefficient:
 
 
 class RewardKL(_Coefficient):
-    """The KL penalty in the reward; its coefficient is reward units per nat."""
+    """The KL penalty in the reward; the coefficient is in reward units per nat."""
 
     def __init__(self, config: AlgorithmConfig):
         coef, self._mode, self._clamp = config.reward_kl
@@ -58,7 +58,7 @@ class RewardKL(_Coefficient):
         ref_logprob_BT: Float[np.ndarray, "B T"],
         mask_BT: Float[np.ndarray, "B T"],
     ) -> tuple[Float[np.ndarray, "B T"], dict[str, float]]:
-        """Returns token rewards less the penalty, and metrics reward/{kl, kl_coef}; adapts the next coefficient."""
+        """Returns token rewards less the penalty, and metrics reward/{kl, kl_coef}; adapts the coefficient."""
         arrays: Any = (logprob_BT, ref_logprob_BT, mask_BT)
         kl_BT: Any = kl.sampled_kl(*arrays, mode=self._mode, clamp=self._clamp)
         mean = float(kl_BT.sum() / max(float((mask_BT > 0).sum()), 1.0))
@@ -106,8 +106,8 @@ class MismatchGate:
         """Stores the settings of the gate.
 
         Args:
-          bound: mean |trainer's log-probability - sampler's| per token, nats.
-          patience: number of steps in a row above the bound that stop the run; 0 never stops it.
+          bound: largest accepted mean of |trainer's log-probability - sampler's log-probability| per token, nats.
+          patience: number of steps in a row above the bound after which the run stops; 0 never stops it.
           section: configuration section of both settings, for messages.
           stale: True if the samples may come from older weights.
         """

@@ -77,7 +77,7 @@ class DistilledGRPO(GRPO):
             self._shape_on(cluster.actor_mesh)  # contradicting settings fail here, not in the first step
 
     def _shape_on(self, mesh: Mesh) -> PackShape:
-        """Computes the packed shape of a mini-batch as a teacher on a mesh reads it.
+        """Computes the packed shape of a mini-batch for a teacher on a mesh; prompts may also hold a hint.
 
         Raises:
           ValueError: a sample with a hint is longer than the policy's positions or than a packed row.
@@ -92,7 +92,7 @@ class DistilledGRPO(GRPO):
         return self._reward_kl.active or not self._exact, kept
 
     def score(self, step: int, experience: Experience) -> Scores:
-        """Scores the policy and its teachers, each of which reads the samples in its own way."""
+        """Scores the policy and its teachers; every teacher reads the samples in its own way."""
         readings, rollouts = self._readings(step, experience), experience.rollouts
         if not readings:
             return super().score(step, experience)
@@ -252,7 +252,7 @@ class DistilledGRPO(GRPO):
         return dataclasses.replace(self._teacher, coef=coef, reward_coef=reward_coef)
 
     def _of_update(self, advantage_BT: np.ndarray, update: Update) -> tuple[np.ndarray, Any]:
-        """Selects an update's advantages; the teacher's part is a mean over tokens for every `loss_agg_mode`."""
+        """Selects an update's advantages; the teacher's part is a mean over tokens, whatever `loss_agg_mode` is."""
         own_BT, weight = super()._of_update(advantage_BT, update)
         if self._exact:
             return own_BT, weight
@@ -281,7 +281,7 @@ class DistilledGRPO(GRPO):
         return Batch(rows, batch.micro_batches)
 
     def _taught(self, rows: Any, update: Update) -> TaughtRows:
-        """Adds the weight of each token's divergence, `teacher_coef` of its source, for a mean over tokens."""
+        """Adds each token's divergence weight, `teacher_coef` of its source, and the scale for a mean over tokens."""
         coef, teachable_BT = self._sources.of("teacher_coef", update.experience), self._teachable(update.experience)
         weight_BT = (coef * teachable_BT)[update.chosen]
         scale = self._loss.divisor(update.mask_BT) / max(float((weight_BT > 0).sum()), 1.0)
@@ -290,8 +290,8 @@ class DistilledGRPO(GRPO):
     def _teachable(self, experience: Experience) -> np.ndarray:
         """Marks the tokens that a teacher may teach, without samples that an exact divergence cannot teach.
 
-        If the policy teaches itself, these are the samples without a hint: teacher and policy read the same prompt, so
-        the divergence would only slow the policy down.
+        If the policy teaches itself by an exact divergence, it cannot teach samples without a hint: teacher and policy
+        read the same prompt there, so the divergence would only slow the policy down.
         """
         counted_BT, prompts = super()._teachable(experience), experience.rollouts.prompts
         if not self._exact or self._teacher.teacher == "reference":
@@ -301,7 +301,7 @@ class DistilledGRPO(GRPO):
         return np.where(hinted_P[experience.rollouts.group_B][:, None], counted_BT, np.float32(0))
 
     def _hint_metrics(self, experience: Experience) -> Mapping[str, float]:
-        """Returns the share of the tokens with a teacher's weight whose samples have a hint, as opd/compared.
+        """Returns opd/compared: of the tokens with a teacher's weight, the share that lies in samples with a hint.
 
         Returns no metric if the teacher is the reference, which needs no hint.
         """

@@ -29,7 +29,7 @@ _EVAL_STEP = 1 << 30
 @section("eval.sets")
 @dataclasses.dataclass(frozen=True)
 class SetConfig:
-    """Settings of one set of records to evaluate on beside those that are held out of the training data.
+    """Settings of a further set of records to evaluate on, beside the records held out of the training data.
 
     Attributes:
       name: name of the set; the set's metrics are eval/NAME/*.
@@ -42,7 +42,8 @@ class SetConfig:
         also the largest value.
       every: number n; the set is scored in every n-th evaluation. The first and the last evaluation score all sets.
       reward: reward functions of the set's records, in place of reward.fns. A resumed run must keep the functions that
-        its sources and sets name, because checkpoints have a row of rewards for each; the rest of a set may change.
+        its sources and sets name, because checkpoints have a row of rewards for each function. A set's other settings
+        may change.
       env: environment of the set's records, one of env.others; '' for env.environment.
       split: beginning of the names of the files used if `path` is a directory, such as 'train'.
       template: form of the set's prompts, as in data.template; '' takes data.template.
@@ -126,7 +127,7 @@ class EvalConfig:
 
 # (completion, reference answer) -> named 0/1 scores: answer, partial, format.
 Scorer = Callable[[str, Any], dict[str, float]]
-# samples -> rewards of every sample, (B,): 'reward' is the total, 'reward/NAME' of one function; NaN for no reward.
+# samples -> rewards of every sample, (B,), NaN for none: 'reward' is the total, 'reward/NAME' is from one function.
 RewardsOf = Callable[[Rollouts], Mapping[str, np.ndarray]]
 
 
@@ -152,7 +153,7 @@ class HeldOut:
 
 
 def stop_texts(cluster: RLCluster) -> tuple[str, ...]:
-    """Returns the stop strings of training samples that are text; the rollout itself knows the special tokens."""
+    """Returns the stop strings of training samples, without special tokens, which the rollout itself knows."""
     strings = cluster.config.rollout().stop_strings
     return Dialogue(cluster.tokenizer).stops(strings)[0] if strings else ()
 
@@ -186,7 +187,7 @@ class Evaluator:
           batches: the prompts.
           config: numbers of completions per prompt and of samples to show.
           scorer: function that computes a completion's accuracies against the record's `answer`; None without answers.
-          rewards: scores samples by reward functions; `learner.rewards_of` scores as that learner trains.
+          rewards: scores samples by reward functions; `learner.rewards_of` uses the learner's functions.
           sets: further prompts, opened from `config.sets`.
           nth: function from a step to the number of the evaluation after this step, from 0 on; it returns 0 for the
             last evaluation, too, so that all sets are scored.
@@ -235,8 +236,8 @@ class Evaluator:
     ) -> Generator[None, None, Scored]:
         """Scores as `scores` does, but in pieces, and yields after each piece.
 
-        `most` is called before each piece and returns the largest number of samples in it, which must allow one
-        prompt's samples; None allows a whole batch.
+        `most` is called before each piece. It returns the largest number of samples in the piece, or None to allow a
+        whole batch. The number must be enough for one prompt's samples.
         """
         found: dict[str, np.ndarray] = {}
         shown: list[LogRecord] = []

@@ -32,7 +32,7 @@ AGED_ROWS = (*NEEDED_ROWS, "version_BT")  # arrays that training reads if it tel
 def share_of(batches: Sequence[Prompts], index: int, count: int) -> list[Prompts]:
     """Divides the prompts of `batches`, in order, into `count` nearly equal shares; returns share `index`, from 0.
 
-    A batch without prompts in the share is left out. If there are more shares than prompts, some are empty lists.
+    A batch without prompts in the share is left out. If there are more shares than prompts, some shares have no batch.
     """
     first, end = np.linspace(0, sum(len(prompts.length_P) for prompts in batches), count + 1).astype(int)[index:][:2]
     share, at = list[Prompts](), 0
@@ -73,7 +73,7 @@ def join(parts: Sequence[Rollouts], prompts: Prompts) -> Rollouts:
     """Joins the samples of consecutive prompts of one batch.
 
     Args:
-      parts: samples of consecutive prompts, the first prompts of the batch first; all rows have one width.
+      parts: samples of consecutive prompts, in the order of the batch; all rows have one width.
       prompts: prompts of the batch; the parts may cover only the first of them.
     """
     arrays = {
@@ -94,7 +94,7 @@ def join(parts: Sequence[Rollouts], prompts: Prompts) -> Rollouts:
 
 
 def joined_groups(parts: Sequence[Int[np.ndarray, " B"]], prompts: Sequence[int]) -> Int[np.ndarray, " B"]:
-    """Joins the group numbers of parts whose prompts are joined in the same order.
+    """Joins the group numbers of several parts, for a batch that joins the parts' prompts in the same order.
 
     Args:
       parts: row of each sample's prompt, for each part.
@@ -348,7 +348,7 @@ def _unpacked(message: Message, width: int) -> np.ndarray:
 
 
 def _group(message: Message) -> np.ndarray:
-    """Returns the row of each sample's prompt; an old checkpoint without it has equally many samples per prompt."""
+    """Returns the row of each sample's prompt. Old checkpoints do not store it; their groups have equal sizes."""
     prompts, samples = len(message.arrays["length_P"]), len(message.arrays["length_B"])
     return message.arrays.get("group_B", groups.complete(prompts, samples // max(prompts, 1)))
 
@@ -367,7 +367,7 @@ def _lost(message: Message, mask_BT: np.ndarray) -> np.ndarray:
 
 
 def _write_pieces(rollouts: Rollouts, messages: Sequence[Message]) -> None:
-    """Numbers the pieces of samples, whose first tokens a message lists; old checkpoints have one piece per sample."""
+    """Numbers the pieces of samples by the first tokens that messages list; an old checkpoint has one per sample."""
     first = 0
     for message in messages:
         for b, t in message.value.get("pieces", ()):

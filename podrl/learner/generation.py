@@ -55,7 +55,7 @@ class GroupInFlight:
 
 
 _LEAST_SHARE = 0.125  # smallest share of groups with a signal that `_further` assumes
-_OF_TOKENS = ("mask_BT", "turn_reward_BT")  # arrays that are 0 for a sample that is left out of the loss
+_OF_TOKENS = ("mask_BT", "turn_reward_BT")  # arrays that hold only 0 for samples left out of the loss
 
 
 class Generator:
@@ -208,7 +208,7 @@ class Generator:
         return with_counts(experience, {"time/window": group.seconds})
 
     def gather(self, in_flight: Sequence[GroupInFlight], step: int, seconds: float) -> Experience:
-        """Joins requests whose samples have all ended into one batch; raises the errors of `__call__`.
+        """Makes one batch of requests whose samples have all ended; raises the errors of `__call__`.
 
         Args:
           in_flight: the requests, in the order of the batch.
@@ -251,7 +251,7 @@ class Generator:
         return rollouts, np.concatenate(rewards, axis=1), time.monotonic() - started
 
     def signal(self, group: GroupInFlight) -> bool | None:
-        """Returns True if the rewards of a request of one prompt differ, or True without dynamic sampling.
+        """Returns True if the rewards of a request of one prompt differ, and in runs without dynamic sampling.
 
         Returns:
           None as long as a sample has not ended or a reward is not known.
@@ -414,7 +414,7 @@ class Generator:
     def _end(
         self, batch: OpenBatch, b: int, stop: int, completion: str, episode: EpisodeRecord, own: Sequence[int]
     ) -> None:
-        """Passes a sample that has ended to the reward functions; with an environment, also turns and the model's text.
+        """Passes an ended sample to the reward functions; with an environment, also its turns and the model's own text.
 
         Args:
           batch: the batch that the reward functions score.
@@ -500,7 +500,7 @@ class Generator:
         return self._join_samples(in_flight, prompts, time.perf_counter() - started)
 
     def _known_signals(self, group: GroupInFlight) -> np.ndarray:
-        """Marks which groups have unequal rewards, among the groups of a request that are fully scored."""
+        """Marks the groups with unequal rewards; leaves out groups of the request that are not fully scored."""
         reward_FB, known_B = group.rewards.known()
         group_B = self._index(group.player.request.prompts)
         whole_B = ~groups.any_of(~known_B, group_B)
@@ -509,10 +509,10 @@ class Generator:
     def _refill(
         self, prompts: Prompts, policy: Policy, step: int, first: tuple[Rollouts, np.ndarray, float]
     ) -> tuple[Rollouts, np.ndarray, float, dict[str, float]]:
-        """Samples more prompts until a batch of groups has unequal rewards, or no prompt is left (DAPO, eq. 11).
+        """Samples more prompts until enough groups have unequal rewards, or no prompt is left (DAPO, eq. 11).
 
         Each round samples as many prompts as are likely to be enough, by the share of groups with a signal so far. If
-        too few groups have a signal, the first groups without one fill the batch; the loss ignores them.
+        too few groups have a signal, the first groups without a signal fill the batch; the loss ignores these groups.
         """
         wanted = len(self._first_prompts(prompts).length_P)
         parts, seconds = [first], first[2]

@@ -82,7 +82,7 @@ class GRPO:
         self._token_loss = with_observations(loss) if config.observed_weight else loss
         cluster.actor.prepare(self._token_loss, self._token_weights, teacher)
         self.mini_batches.place(pieces=pieces, by_sample=self._loss.by_sample)
-        # Numbers of tokens of each mini-batch of a step: in its sequences, in its rows, and computed.
+        # For each mini-batch of a step, three numbers of tokens: in its sequences, in its rows, and computed.
         self._packed: list[tuple[int, int, int]] = []
 
     def _reference_use(self) -> tuple[bool, bool]:
@@ -111,8 +111,10 @@ class GRPO:
         return policy_scores(self.cluster, rollouts, shape, updates, old=old)
 
     def rewards(self, experience: Experience, scores: Scores) -> tuple[np.ndarray, Metrics]:
-        """Computes token rewards: rewards of turns on their tokens, the remaining reward on the last token, less the
-        KL."""
+        """Computes token rewards, less the KL if it is in the reward.
+
+        The reward of a turn lies on a token of the turn; the remaining reward of a sample lies on its last token.
+        """
         turn_reward_BT = experience.rollouts.turn_reward_BT
         reward_B: Any = experience.reward_B - turn_reward_BT.sum(axis=1, dtype=np.float64)
         mask_BT: Any = experience.rollouts.mask_BT
@@ -129,7 +131,7 @@ class GRPO:
         return weight * self._sources.advantages(experience, rewards), metrics
 
     def _teachable(self, experience: Experience) -> np.ndarray:
-        """Marks the tokens (B, T) that a teacher may teach: those that count in the loss."""
+        """Marks the tokens (B, T) that a teacher may teach: the sampled tokens of the samples in the loss."""
         return self._config.counted(experience)
 
     def pack(
@@ -224,7 +226,7 @@ class GRPO:
         jax.block_until_ready(self.cluster.state.step)  # so that the stage 'update' covers the device's work
         if self._loss_kl.active:
             return metrics | self._loss_kl.trained(metrics["actor/kl"], self._samples)
-        metrics.pop("actor/kl", None)  # a 0 that nothing measured: the loss has no KL
+        metrics.pop("actor/kl", None)  # the loss has no KL, so this metric is a 0 that was not measured
         return metrics
 
     # Methods for the trace, a pod's hosts and checkpoints.
@@ -254,7 +256,7 @@ class GRPO:
     def restore(self, state: SavedState) -> None:
         """Restores the adaptive coefficients of a checkpoint."""
         for name, control in self._kl_controls():
-            if name in state:  # a coefficient that was still fixed when the checkpoint was saved is not in it
+            if name in state:  # a checkpoint has no coefficients that were still fixed when it was saved
                 control.restore(state[name])
 
     def _kl_controls(self) -> list[tuple[str, RewardKL | LossKL]]:

@@ -1,4 +1,4 @@
-"""Chooses the instructions before a question: the reference text, if a reward function reads the tags it describes."""
+"""Chooses the instructions before a question: the reference text if a reward function reads the text's tags."""
 
 from collections.abc import Iterable
 

@@ -205,7 +205,7 @@ class SampleLearner(SavedByRun):
         pod: Pod | None,
         environment: object,
     ):
-        """Checks the settings. `algorithm` makes GRPO or PPO; the other arguments are those of GRPOLearner."""
+        """Checks the settings. `algorithm` makes GRPO or PPO; the other arguments are as in GRPOLearner."""
         kind = PPOConfig if algorithm is PPO else GRPOConfig
         require(isinstance(rl_cluster, RLCluster), "rl_cluster", rl_cluster, "a podrl.RLCluster")
         require(isinstance(algo_config, kind), "The settings of the algorithm", algo_config, f"a podrl.{kind.__name__}")
@@ -266,14 +266,15 @@ class SampleLearner(SavedByRun):
             To score with this learner's reward functions, pass a podrl.learner.evaluate.Evaluator made with
             `rewards=learner.rewards_of`.
           run: files, checkpoints and signals. By default `train` makes a run in
-            training_config.checkpoint_root_directory, or a run without files if the directory is None. Such a run
-            ends with summary.json, report.html and a table of the first and last evaluation.
+            training_config.checkpoint_root_directory, or a run without files if the directory is None. A run that
+            `train` makes in a directory ends with summary.json, report.html and a table of the first and last
+            evaluation.
           save_every: number of steps between checkpoints; overrides `checkpoint.every`.
           checkpoint: settings of the checkpoints, a CheckpointConfig or a dict of its fields; excludes `run`.
 
         Raises:
           ValueError: arguments contradict each other, or do not have the forms described above; or an earlier call
-            trained without files, so that this one cannot go on from it.
+            trained without files, so that this call cannot go on from the earlier one.
         """
         training = self.cluster.training_config
         if self._trained_to:
@@ -460,8 +461,8 @@ class GRPOLearner(SampleLearner):
           reward_fns: functions `(prompts, completions, **fields) -> list[float]`, or their names.
           metric_fns: functions `(prompts, completions, rewards, **fields) -> {name: value}`, called every step.
           data_shuffle_seed: seed that shuffles the prompts if `train` gets a list; None keeps the order of the list.
-          reward_config: weights, deadlines and workers of rewards, a RewardConfig or a dict of its fields. If it names
-            functions and `reward_fns` does too, `reward_fns` counts.
+          reward_config: weights, deadlines and workers of rewards, a RewardConfig or a dict of its fields. If both
+            `reward_config` and `reward_fns` name functions, `reward_fns` counts.
           pod: the job's processes, each of which makes a learner and calls `train`; None if there is one process.
           environment: environment of all samples: 'file.py:Name', a ToolEnvironment, or an EnvironmentConfig; None for
             no environment. Without `reward_fns` and `reward_config`, the samples have only the environment's rewards.
@@ -486,7 +487,7 @@ class PPOLearner(SampleLearner):
         pod: Pod | None = None,
         environment: object = None,
     ):
-        """Stores the settings, and makes the critic if the cluster has none; the arguments are those of GRPOLearner."""
+        """Stores the settings, and makes the critic if the cluster has none; the arguments are as in GRPOLearner."""
         more = (reward_config, pod, environment)
         super().__init__(PPO, rl_cluster, ppo_config, reward_fns, metric_fns, data_shuffle_seed, *more)
         rl_cluster.make_critic()

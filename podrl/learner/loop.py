@@ -57,8 +57,8 @@ class RolloutSource(Protocol):
         """Agrees with the job's other processes on continuing, and moves the trainer's weights as version `step`.
 
         The weights are verified on arrival. They overwrite the weights published before, so the move waits until
-        sampling pauses: until all batches in flight are made, or, if several versions may draw a sample, until the
-        window of the old version ends (podrl/rollout/clock.py).
+        sampling pauses. If several versions may draw a sample, sampling pauses when the window of the old version ends
+        (podrl/rollout/clock.py). Otherwise it pauses when all batches in flight are made.
         """
         ...
 
@@ -115,7 +115,7 @@ class Recorder(Protocol):
         ...
 
     def evaluate(self, policy: Policy, step: int) -> None:
-        """Scores the policy on held-out prompts, unless an earlier start of this run did so after this step."""
+        """Scores the policy on held-out prompts, unless an earlier start of this run already evaluated this step."""
         ...
 
     def stopping(self) -> bool:

@@ -93,7 +93,8 @@ class MiniBatches:
     def needed(self, step: int, experience: Experience) -> np.ndarray:
         """Lists the samples whose packed rows lie on this process's devices, in any pass of the step.
 
-        If samples have pieces, the batch must have the tokens of all samples: they decide which pieces lie in one row.
+        If samples have pieces, the batch must have the tokens of all samples, because the tokens decide which pieces
+        lie in one row.
         """
         passes, samples = range(self._config.num_iterations), len(experience.rollouts.length_B)
         updates = [chosen for i in passes for chosen in self.split(step, i, samples)]

@@ -22,7 +22,7 @@ from podrl.types import Batch, Experience, PyTree
 
 @dataclasses.dataclass(frozen=True)
 class PPOScores:
-    """The policy's scores, and the critic's values in the sample layout: 0 beyond the sampled tokens."""
+    """The policy's scores, and the critic's values in the sample layout, 0 on all tokens that were not sampled."""
 
     policy: Scores
     value_BT: np.ndarray

@@ -41,14 +41,14 @@ class BesideTraining(Protocol):
         ...
 
     def evaluated(self, *, wait: bool) -> tuple[int, dict[str, float], list[LogRecord]] | None:
-        """Returns (step, eval/* metrics, a few samples) of the evaluation that was begun; None while it lasts.
+        """Returns (step, eval/* metrics, a few samples) of the evaluation that was begun; None while it runs.
 
         Each evaluation is returned once.
         """
         ...
 
     def unsaved(self) -> bool:
-        """True if the evaluation that was begun will not end, after a failure.
+        """True if the evaluation that was begun has failed and will never end.
 
         A run that resumes from the newest checkpoint then begins the evaluation again.
         """
@@ -135,7 +135,7 @@ class Recorder:
         self._report, self._controllers = report, controllers
         self._evaluate, self._beside, self.stopping = evaluate, beside, stopping
         self._evaluated: set[int] = set()  # steps whose evaluation is in metrics.jsonl
-        self._trained: tuple[int, bytes] | None = None  # steps done in this process, data position after the last
+        self._trained: tuple[int, bytes] | None = None  # (steps done, data position after them); None before training
         # The newest step until it is written: (step, host metrics, device metrics, time of its end).
         self._late: tuple[int, dict[str, float], Metrics, float] | None = None
         self._progress: Progress | None = None

@@ -102,7 +102,7 @@ class SampleReport:
         return metrics
 
     def finished(self, values: dict[str, float]) -> dict[str, float]:
-        """Replaces `sampler/moment_*` by the measures computed from them, and sums over tokens of one age by means."""
+        """Puts measures in place of `sampler/moment_*`, and means over tokens of one age in place of sums by age."""
         if "sampler/moment_x" not in values:
             return values
         values |= derived(values)

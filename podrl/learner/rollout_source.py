@@ -36,8 +36,8 @@ class Workload:
       prompts: number of prompts per generated batch, without prompts in reserve for dynamic sampling; 0 if batches are
         answers from data.
       group_size: number of samples per prompt, including a greedy sample that is drawn with the others.
-      replaced: number of samples that the loss loses with a group that dynamic sampling replaces; 0 without dynamic
-        sampling.
+      replaced: number of samples that are left out of the loss for each group that dynamic sampling replaces; 0 without
+        dynamic sampling.
       whole: True if a share of a batch must be made by one host as a whole, because reward functions or dynamic
         sampling compare the prompts of a share.
       curriculum: chooses the prompts by their past rewards; None without a curriculum.
@@ -73,7 +73,7 @@ def rollout_source(
       workload: the samples and evaluations of the job.
       trained: the algorithm on a trainer host; None on a rollout host.
       pod: the job's processes; None for a job of one process.
-      offline: True if batches are answers from data (SFT, DPO), so that none is generated.
+      offline: True if batches are answers from data (SFT, DPO), so that no batch is generated.
 
     Returns:
       The source, and a function that returns True once the run was asked to stop.

@@ -37,7 +37,7 @@ class ReferencedScores(Scores):
 
 @dataclasses.dataclass(frozen=True)
 class SpanScores(ReferencedScores):
-    """Scores of teachers, some of which use another tokenizer than the policy.
+    """Scores of several teachers; some of the teachers use another tokenizer than the policy.
 
     Attributes:
       span_BT: number of the span of text in which a token is compared, -1 for none. A teacher's log-probability of a
@@ -49,7 +49,7 @@ class SpanScores(ReferencedScores):
 
 @dataclasses.dataclass(frozen=True)
 class IdScores(Scores):
-    """Scores of a teacher that reads other rows than the policy: its log-probabilities of the policy's likeliest ids.
+    """Scores of a teacher that reads other rows than the policy: log-probabilities of the policy's likeliest ids.
 
     Attributes:
       number_BT: number of each sampled token among all sampled tokens of the batch, from 1 on; 0 on other tokens.
@@ -107,7 +107,7 @@ def policy_scores(
 def compared(batches: Sequence[Batch[PolicyRows]]) -> list[Metrics]:
     """Measures `mismatch` on batches without an update; their old log-probabilities are the trainer's.
 
-    It waits for each batch before the next, so that programs do not pile up on the device.
+    Each batch is finished before the next one starts, so that programs do not pile up on the device.
     """
     return [
         jax.device_get(_distances(rows.old_logprob_BT, rows.sampler_logprob_BT, rows.mask_BT))

@@ -58,7 +58,8 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
       overlong_penalty: reward lost at the limit.
       overlong_filter: True if completions cut off by the limit leave the loss; their rewards still count in their
         groups.
-      no_stop_reward: reward of a completion that the limit cut off, in place of its own reward; None keeps its own.
+      no_stop_reward: reward of a completion that the limit cut off, in place of its own reward; None keeps the
+        completion's own reward.
       kl_target: target of the KL to the reference, nats per token: the KL's coefficient (in the loss or in the reward)
         is adapted to reach it; None keeps the coefficient fixed.
       kl_horizon: number of samples over which the coefficient changes by at most a fifth.
@@ -214,7 +215,7 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
         return "current" if updates_per_step == 1 and not scored else "trainer"
 
     def warnings(self, updates_per_step: int) -> list[str]:
-        """Lists legal settings that are probably a mistake, also settings of the loss, one sentence each."""
+        """Lists legal settings that are probably a mistake, including settings of the loss, one sentence each."""
         name, old = self.section, self.old_source(updates_per_step)
         found = list(self.policy_loss(max_tokens=1).warnings())  # warnings do not depend on max_tokens
         if old == "sampler" and self.correction != "none":
@@ -238,7 +239,7 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
         return found
 
     def check_clock(self, rollout: RolloutConfig, calls_per_window: int | None) -> None:
-        """Refuses settings that rollout.clock cannot be combined with, and settings of windows if there are none.
+        """Refuses settings that do not go with rollout.clock, and settings of windows in a run that has no windows.
 
         Raises:
           ValueError: there is such a setting; the message names its key.
@@ -412,7 +413,8 @@ class GRPOConfig(AlgorithmConfig, KLLossSettings, GroupSettings):
       algo_variant: 'grpo'.
       loss_algo: 'grpo', or 'gspo-token' for the sequence ratio of GSPO.
       kl_in_reward: coefficient of the KL to the reference policy in the reward; 0 for none.
-      kl_reward_mode: estimator of the KL in the reward; only its value counts, so k1 is the plain choice.
+      kl_reward_mode: estimator of the KL in the reward. No gradient is taken of rewards, so k1 is the plain choice: its
+        value is unbiased.
       teacher_coef: weight of KL(policy || teacher) per sampled token, for on-policy distillation; 0 for none.
       teacher: model that teaches. 'reference': model.reference. Otherwise the policy teaches itself after a prompt with
         a hint (data.hint), with its weights before the first step ('initial'), its present weights ('current') or their
@@ -425,8 +427,8 @@ class GRPOConfig(AlgorithmConfig, KLLossSettings, GroupSettings):
         other ids as one.
       teacher_top_k: number of likeliest ids that 'top_k' takes.
       reward_coef: weight of the advantage from rewards, which is added to the advantage from the teacher.
-      observation_coef: weight of the cross-entropy on tokens from an environment after a sample's first turn, such as
-        the output of tools (ECHO); the cross-entropy is a mean over these tokens; 0 for none.
+      observation_coef: weight of the cross-entropy on tokens from an environment, such as the output of tools, after a
+        sample's first turn (ECHO); 0 for none. The cross-entropy is a mean over these tokens.
       sources: settings of the samples of a mixture's sources, by the source's name: values of the keys `PER_SOURCE`
         that differ from the job's. A job takes them from `grpo` of data.sources.
       Others: inherited settings, explained in the classes that they come from.
@@ -502,7 +504,7 @@ class GRPOConfig(AlgorithmConfig, KLLossSettings, GroupSettings):
             )
 
     def _check_sources(self) -> None:
-        """Refuses settings of a source that all samples of an update share, or that contradict the job's."""
+        """Refuses a source's settings if all samples of an update must share them, or if they contradict the job's."""
         for name, own in self.sources.items():
             where = f"The settings of the source {name!r} (data.sources: grpo)"
             if wrong := [key for key in own if key not in PER_SOURCE]:
@@ -568,7 +570,7 @@ class GRPOConfig(AlgorithmConfig, KLLossSettings, GroupSettings):
 
     @property
     def policy_weight(self) -> float:
-        """Weight of the samples in the policy loss: `reward_coef`, or if that is 0, `teacher_coef` with 'sampled'."""
+        """Weight of the samples in the policy loss: `reward_coef`; if it is 0, `teacher_coef` under 'sampled'."""
         return self.reward_coef or self.teacher_coef * (self.teacher_kl == "sampled")
 
     @property

@@ -24,7 +24,7 @@ class SourceWeights:
         self._estimators: list[Any] = [part.estimator() for part in config.parts]
 
     def of(self, name: str, experience: Experience, chosen: np.ndarray | slice = slice(None)) -> Any:
-        """Reads a setting: a number, or if sources differ one number per chosen sample, (b, 1)."""
+        """Reads a setting: one number, or, if sources differ, one number per chosen sample, (b, 1)."""
         if not self.mixed:
             return getattr(self._config, name)
         return self._config.of_samples(lambda part: getattr(part, name), experience)[chosen, None]

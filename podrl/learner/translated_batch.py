@@ -1,8 +1,8 @@
-"""Samples as a teacher with another tokenizer reads them, and the spans of text that both cut at the same places.
+"""Samples in the tokens of a teacher with another tokenizer, and the spans of text that both tokenizers cut alike.
 
 A teacher reads the prompt that its own chat template wrote. Then it reads the policy's text up to the first token that
 is not text: a special token, or a token from an environment. If that token ends the policy's turn, the teacher reads
-its own end of turn instead. Later tokens are not compared, nor are tokens of an incomplete character.
+its own end of turn instead. Later tokens and the tokens of an incomplete character are not compared.
 """
 
 import dataclasses

@@ -45,8 +45,10 @@ class RLTrainingConfig(AdamSettings):
 
     Attributes:
       eval_every_n_steps: updates between evaluations. A step trains on one batch of prompts and may make several
-        updates; the evaluation comes after the step that reaches the number. 0 evaluates before and after the run only.
-      max_steps: updates of the run, which ends with the step that reaches the number; None is one pass over the data.
+        updates; the evaluation comes after the step whose updates reach the next multiple of this number. 0 evaluates
+        before and after the run only.
+      max_steps: updates of the run; the run ends with the step that reaches this number of updates. None is one pass
+        over the data.
       gradient_accumulation_steps: smallest number of micro-batches that an update is split into; None leaves the split
         to the other keys.
       checkpoint_root_directory: directory of checkpoints; None is a directory under the workdir.
@@ -62,9 +64,10 @@ class RLTrainingConfig(AdamSettings):
       micro_batch_sequences: sequences of the greatest length that a micro-batch must hold; replaces
         train_micro_batch_size where a micro-batch should hold less than the samples of one prompt.
       max_tokens_per_row: length of a packed row in tokens, a multiple of the mesh's seq. None takes the greatest length
-        of a sequence, or 1.65 times this length if it is at most 256 tokens (most pairs of sequences then fit one row),
-        rounded up to a multiple of 32 (CPU) or 128 for each part along time. If prompts are shared and sequences can be
-        longer, None makes room for as many samples of a group as a device can hold.
+        of a sequence. If this length is at most 256 tokens, None takes 1.65 times the length, so that most pairs of
+        sequences fit one row. If sequences can be longer than 256 tokens and prompts are shared, None makes room for as
+        many samples of a group as a device can hold. The result is rounded up to a multiple of 32 (CPU) or 128 (other
+        devices) for each part along time.
       share_prompts: True if samples of a prompt that lie in one row share the prompt's tokens; None is True. The
         gradient is the same, except that dropout in adapters drops the same inputs of a shared token for all samples.
       param_dtype: storage type of trainable parameters. With bfloat16 the optimizer keeps a float32 master copy.
@@ -81,7 +84,8 @@ class RLTrainingConfig(AdamSettings):
       warmup_fraction: share of all updates over which the learning rate rises.
       critic_learning_rate: peak learning rate of the critic.
       balance_coef: coefficient of the balance loss of the policy's experts (E x sum of f_e P_e, mean over tokens and
-        layers), whose gradient is added to the gradient of the loss. 0 adds none. Models without experts refuse it.
+        layers). The gradient of the balance loss is added to the gradient of the loss; 0 adds nothing. Models without
+        experts refuse other values.
     """
 
     eval_every_n_steps: Natural

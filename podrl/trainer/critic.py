@@ -66,7 +66,8 @@ def make_critic_step(
       param_dtype: type of the stored parameters.
       remat: values that the backward pass recomputes, see `podrl.models.decoder.hidden`.
       seed: seed of the adapters' dropout.
-      reads: forward pass that chooses the number of a token: ValueForward before it, ScoreForward after it.
+      reads: forward pass that computes the numbers: ValueForward for values before each token, ScoreForward for scores
+        after each token.
       prefix: group of the update's metrics.
     """
     forward = reads(config=config, mesh=mesh, dtype=dtype, remat=remat)
@@ -89,7 +90,8 @@ def make_value_fn(
       config: the model.
       mesh: devices that it runs on.
       dtype: compute dtype.
-      reads: forward pass that chooses the number of a token: ValueForward before it, ScoreForward after it.
+      reads: forward pass that computes the numbers: ValueForward for values before each token, ScoreForward for scores
+        after each token.
     """
     return make_score_fn(reads(config=config, mesh=mesh, dtype=dtype), mesh)
 

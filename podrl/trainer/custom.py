@@ -65,7 +65,7 @@ def numbers(function: Callable[..., object], key: str, reserved: tuple[str, ...]
 
 
 def completed(settings: ConfigValues, section: str) -> ConfigValues:
-    """Returns the numbers of all functions that a section's settings name: their defaults, replaced by set values.
+    """Returns the numbers of all functions that a section's settings name: the values that are set, else the defaults.
 
     Args:
       settings: settings of the section by name.
@@ -133,8 +133,8 @@ def loss(value: object, arguments: Mapping[str, object], key: str) -> Callable[.
       key: config key of the setting, such as 'grpo.policy_loss_fn'.
 
     Raises:
-      ValueError: there is no such function, or it fails on arrays, or returns no float for every token, or NaN or
-        infinity, or its gradient is not finite, 0 everywhere, or of the wrong sign everywhere.
+      ValueError: there is no such function; it fails on arrays; it does not return a finite float for every token; or
+        its gradient is not finite, is 0 everywhere, or has the wrong sign everywhere.
     """
     call = bound(value, arguments, key, CONTEXT)
     block = jax.ShapeDtypeStruct((2, 3), jnp.float32)
@@ -164,7 +164,7 @@ _ADVANTAGE_BT = np.array([[1.0, 1.0, 1.0], [-1.0, -1.0, 0.0]], np.float32)
 
 
 def _try_numbers(call: Callable[..., Any], key: str) -> None:
-    """Refuses a token loss with NaN or infinity, or whose step moves no token, or every token in the wrong direction.
+    """Refuses a token loss that gives NaN or infinity, moves no token, or moves every token in the wrong direction.
 
     The loss is tried on two small batches. In the first, both policies are equal, as in an update on fresh samples.
     """

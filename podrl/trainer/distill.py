@@ -78,7 +78,7 @@ def teacher_parts(how: Distillation, forward: Forward, teacher: ModelConfig) -> 
 
 
 def full_objective(forward: Forward, loss: TokenLoss, *, teacher: Trunk) -> Objective:
-    """Builds the objective loss + KL(policy || teacher) over the whole vocabulary, as a weighted mean over tokens.
+    """Builds the objective loss + KL(policy || teacher); the KL, over the whole vocabulary, is a weighted token mean.
 
     The objective's parameters are the pair (policy's parameters, teacher's parameters). The teacher's hidden states are
     computed in every micro-batch, so that no batch has to hold them.

@@ -63,9 +63,9 @@ def token_logprobs(
     """Computes log p(token t | tokens < t) and the distribution's entropy, nats, for every token of packed rows.
 
     Logits are computed for one chunk of the vocabulary after another, once forward and once backward, so no more than
-    `chunk_elements` of them exist on a device. A chunk of the output matrix is gathered over the mesh axes that split
-    its model dimension just before its use, and its gradient is scattered back at once: no device ever holds the whole
-    matrix.
+    `chunk_elements` of them exist on a device. Just before its use, a chunk of the output matrix is gathered over the
+    mesh axes that split its model dimension. The chunk's gradient is scattered back at once, so no device ever holds
+    the whole matrix.
 
     Args:
       params: whole parameter tree; its 'unembed' (D, V) is used, or 'embed' (V, D) if there is no 'unembed'.

@@ -83,8 +83,8 @@ class Forward(Trunk):
 
     Attributes:
       temperature: sampling temperature; log-probabilities belong to the distribution at this temperature.
-      balance: factor of the balance loss of every layer's experts, summed over the tokens of a micro-batch; its
-        gradient is added to the gradient of the loss. None adds nothing.
+      balance: factor of the balance loss of every layer's experts, a sum over the tokens of a micro-batch. The gradient
+        of the balance loss is added to the gradient of the loss. None adds nothing.
     """
 
     temperature: float = 1.0

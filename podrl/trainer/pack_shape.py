@@ -151,7 +151,7 @@ def pack_shape(
         micro = _ceil(sequences, count)
     rows = per_device * shards
     if micro is not None and max_length <= tokens:
-        # If rows are longer because prompts are shared, use fewer rows, so that memory stays that of `micro` sequences.
+        # If rows are longer because prompts are shared, fewer rows take about as much memory as `micro` sequences.
         rows = _ceil(micro * max_length, tokens) if shared else _ceil(micro, tokens // max_length)
         if limit:
             rows = min(rows, per_device * shards)

@@ -20,7 +20,7 @@ class SharedPrefixes:
 
     Attributes:
       group_B: number of each sequence's group; sequences of one group begin with the same `length_B` tokens.
-      length_B: number of shared tokens, fewer than the sequence has; none of them counts in a loss.
+      length_B: number of shared tokens, less than the length of the sequence; no shared token counts in a loss.
     """
 
     group_B: Int[np.ndarray, " B"]
@@ -246,8 +246,8 @@ class Placement:
           mask_BT: loss mask in the sample layout; a token counts where it is not 0.
 
         Returns:
-          The mask as 1 and 0; and the number of loss tokens over all pieces of the token's sample, at least 1, and 1 on
-          padding and in sequences without a loss token, such as a shared prompt.
+          The mask as 1 and 0; and for each token the number of loss tokens in all pieces of its sample. The number is 1
+          on padding and in sequences without a loss token, such as a shared prompt.
 
         Raises:
           ValueError: a shared token counts in the loss, or the number of rows is not the number of placed samples.
@@ -299,7 +299,7 @@ class Placement:
         return values
 
     def _named(self, token: int) -> str:
-        """Names the sequence of a token in words, for error messages: its sample, and where it begins if not at 0."""
+        """Describes a token's sequence for error messages: the sample, and the token at which a later piece begins."""
         sample, at = (int(x_X[token]) for x_X in self._source)
         begin = at - int(self._tokens[1][token])
         return f"{sample}, from its token {begin} on," if begin else str(sample)
@@ -334,8 +334,9 @@ def place_samples(rollouts: Rollouts, chosen_n: Int[np.ndarray, " n"], shape: Pa
     """Places the samples at `chosen_n` as `place` does; samples of one prompt share its tokens.
 
     Each piece of a sample is a sequence, and may lie in another row than the sample's other pieces. If `shape.tree` is
-    set, the pieces of a group share all tokens with which they begin alike. All pieces of a sample stay in one row if
-    `shape.whole` is set, or, without shared tokens, if they would otherwise fill more rows than the shape has.
+    set, the pieces of a group share all tokens with which they begin alike. If `shape.whole` is set, all pieces of a
+    sample lie in one row. They also do so, without shared tokens, if the pieces would otherwise fill more rows than the
+    shape has and every sample fits into a row.
 
     Raises:
       ValueError: see `place`; also, a sample that must stay whole is longer than a row.
@@ -386,7 +387,7 @@ def _check_lengths(length_B: Int[np.ndarray, " B"], shape: PackShape) -> None:
 
 
 def _first_that_fits(forests: "Sequence[_Forest]", shape: PackShape) -> Placement:
-    """Places the sequences with as many shared tokens as the first of the forests that fits into the shape's rows."""
+    """Places the first forest that fits into the shape's rows; `forests` are in the order of preference."""
     most = shape.micro_batches * shape.rows
     rows: list[_Rows] = []
     for forest in forests:
@@ -571,9 +572,9 @@ class _Rows:
     def __init__(self, forest: _Forest, tokens: int):
         """Places the families, the largest first, by first-fit decreasing.
 
-        A family that does not fit as a whole into any open row is split, if the part in the emptiest open row has more
-        than two times as many tokens as the split makes the trainer compute again. Otherwise a new row takes as much of
-        the family as fits.
+        A family that fits into no open row as a whole can be split, but then the trainer computes some of its shared
+        tokens twice. It is split if the part that fits into the emptiest open row has more than two times as many
+        tokens as are computed twice. Otherwise a new row takes as much of the family as fits.
         """
         self._forest, self._tokens = forest, tokens
         self.load: list[int] = []
@@ -611,7 +612,7 @@ class _Rows:
         whole, micro_batches = self._forest.pieces, -(-len(self.load) // shape.rows)
         sample_B = whole.sample_B[sequence_B]
         child_X = np.flatnonzero((parent_B >= 0) & (sequence_B[parent_B] >= self._forest.count))
-        sample_B[parent_B[child_X]] = sample_B[child_X]  # a prompt is read from the last sample of the row that has it
+        sample_B[parent_B[child_X]] = sample_B[child_X]  # a prompt is read from the row's last sample that has it
         pieces = Pieces(whole.samples, sample_B, whole.begin_B[sequence_B], whole.length_B[sequence_B])
         micro_B, row_B = np.divmod(_deal(self.load, micro_batches, shape)[row_B], shape.rows)
         place = (micro_B, row_B, start_B, segment_B, parent_B, shared_B)
@@ -672,7 +673,8 @@ def mini_batches(order_B: Sequence[int] | Int[np.ndarray, " B"], size: int | Non
 def _deal(load: Sequence[int], micro_batches: int, shape: PackShape) -> Int[np.ndarray, " rows"]:
     """Assigns a slot (micro-batch x B + row) to every filled row, so that shards have similar numbers of tokens.
 
-    The fullest row goes first; each row goes to the shard of a micro-batch that has the fewest tokens and a free row.
+    The fullest row goes first. Among the shards of all micro-batches, each row goes to the one with the fewest tokens
+    that still has a free row.
     """
     per_shard, groups = shape.rows // shape.shards, micro_batches * shape.shards
     tokens, used, slots = (np.zeros(n, np.int64) for n in (groups, groups, len(load)))

@@ -81,7 +81,7 @@ def abstract_like(state: TrainState, optimizer: Optimizer, mesh: Mesh) -> TrainS
 def init_state(params: PyTree, config: ModelConfig, optimizer: Optimizer, mesh: Mesh) -> tuple[TrainState, PyTree]:
     """Splits all parameters of a model into (training state at step 0, frozen parameters), without copying them.
 
-    The state shares its arrays with `params`. The first training step donates its state and so deletes them.
+    The state shares its arrays with `params`. The first training step donates the state, which deletes these arrays.
 
     Args:
       params: whole parameter tree on `mesh`.

@@ -108,8 +108,8 @@ def make_update(
       mesh: devices that hold the state and the batch.
       prefix: group of the metrics that the update adds.
       seed: seed of the random numbers of a forward pass.
-      balanced: function that takes the loss's denominator divided by the batch's tokens, and returns the objective to
-        differentiate, with a term that is a mean over tokens; None differentiates `objective`.
+      balanced: function (loss's denominator / batch's number of tokens) -> objective to differentiate, which has one
+        more term, a mean over tokens; None differentiates `objective`.
     """
 
     def step(state: TrainState, frozen: PyTree, batch: Batch[Any]) -> tuple[TrainState, DeviceMetrics]:
@@ -169,7 +169,7 @@ def _updated_in_parts(
     """Makes the update of `_updated` part by part, with an AdamState that waits in the host's memory.
 
     A loop moves the state of one part of the parameters (one layer, say) to the devices, and back after its update. No
-    compiler can move the state out of the loop, so the state takes memory of the devices for one part only.
+    compiler can move the state out of the loop, so the devices hold the state of one part only.
 
     Args:
       optimizer: AdamW.
@@ -333,7 +333,7 @@ def _accumulate(
     mesh: Mesh,
     placed: PyTree,
 ) -> tuple[PyTree, Ratio, dict[str, Ratio]]:
-    """Sums, over the filled micro-batches, the float32 gradients of the loss's numerator, the loss and its metrics.
+    """Sums over the filled micro-batches: float32 gradients of the loss's numerator, the loss itself, and its metrics.
 
     Args:
       objective: objective to minimise.

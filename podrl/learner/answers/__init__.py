@@ -1,1 +1,1 @@
-"""Algorithms that train on answers from data; nothing is generated but for evaluations."""
+"""Algorithms that train on answers from data; samples are generated for evaluations only."""

@@ -254,7 +254,7 @@ class ORPO(JudgedAnswers):
 
 
 class KTO(JudgedAnswers):
-    """Learns from labelled answers, each compared with the policy's drift from the reference so far (KTO)."""
+    """Learns from labelled answers; compares each with how far the policy has drifted from the reference (KTO)."""
 
     @staticmethod
     def formula(config: KTOConfig) -> str:

@@ -1,5 +1,4 @@
-"""Trains a reward model on pairs of answers (Bradley-Terry), and measures the share of held-out pairs it ranks
-right."""
+"""Trains a reward model on pairs of answers (Bradley-Terry), and measures its accuracy on held-out pairs."""
 
 import dataclasses
 from collections.abc import Sequence

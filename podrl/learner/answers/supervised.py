@@ -1,4 +1,4 @@
-"""Supervised fine-tuning, and the parts that all algorithms which learn from answers in data share."""
+"""Supervised fine-tuning, and the parts shared by all algorithms that learn from answers in data."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

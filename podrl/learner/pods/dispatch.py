@@ -88,9 +88,9 @@ class Dispatcher:
 
     When a host is lost, its groups go to other hosts.
 
-    Under the token clock a group has the prompts of a batch that one host makes. A batch can be decided as soon as all
-    of its groups have hosts; the trainers then wait for the rows that they fetch. A host that takes a group over draws
-    it under the same versions of the weights as the lost host would have, because the trainers still hold them. So the
+    Under the token clock a group is one host's part of the prompts of a batch. A batch can be decided as soon as all of
+    its groups have hosts; the trainers then wait for the rows that they fetch. The trainers still hold the weights that
+    the lost host used or would have used. A host that takes the group over draws it under the same versions, so the
     group becomes the same as on the lost host.
 
     Under the wall clock a group has one prompt. Its host keeps the group until all trainers have its batch, and tells
@@ -325,8 +325,8 @@ class Dispatcher:
             self._send_groups(host, groups)
 
     def _send_groups(self, host: int, groups: Sequence[RemoteGroup], *, in_batch: bool = False) -> None:
-        """Orders a host to make groups; `in_batch`: a batch holds them already, so they must become the same again."""
-        # Groups with other fields get an order of their own: join() would add their fields to all prompts, as None.
+        """Orders a host to make groups. With `in_batch` a batch already holds them: they must become the same again."""
+        # Groups with different fields go into separate orders: join() would add every field to all prompts, as None.
         for _, alike in itertools.groupby(groups, lambda group: tuple(group.prompts.fields)):
             entries, parts = [], []
             for group in alike:

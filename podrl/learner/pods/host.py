@@ -83,7 +83,7 @@ class HostRollouts:
         )
         self._lock, self._closed = threading.Lock(), False
         self._tasks: set[str] = set()  # evaluations begun here
-        self._accepted: set[Lease] = set()  # leases of these evaluations on which this host has begun
+        self._accepted: set[Lease] = set()  # leases of these evaluations that this host has begun to score
         self._batches: dict[Lease, Experience] = {}  # parts of batches, from which trainers may fetch rows
         self._offered: list[tuple[int, str]] = []  # (step, key) of each state offered for the checkpoint after the step
         self._evaluations: list[tuple[int, str]] = []  # (step, key) of the scores that are offered
@@ -242,7 +242,7 @@ class HostRollouts:
         return self._policy
 
     def _score(self, lease: Lease, policy: Policy) -> None:
-        """Evaluates one lease of the held-out prompts, which is empty if there are more shares than prompts."""
+        """Evaluates one lease of the held-out prompts; it is empty if there are more shares than prompts."""
         assert self._evaluator is not None
         task = self._leases.task(lease.task)
         assert task is not None, lease

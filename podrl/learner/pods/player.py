@@ -28,10 +28,10 @@ _TELL_EVERY = 4  # windows between two reports to the leader under the token clo
 class HostPlayer:
     """Plays groups window after window, and serves the groups that batches hold.
 
-    A window begins when the batch of its step is first asked for. Under the wall clock a window ends after the running
-    dispatch once the next weights have arrived; the leader's orders interrupt it after the running dispatch, and the
-    leader is told which groups have ended. Under the token clock a window ends when its samples have drawn their
-    tokens. Samples are played on `thread`; under the wall clock a second thread puts batches together.
+    A window begins when the batch of its step is first asked for. Under the token clock a window ends when its samples
+    have drawn their tokens. Under the wall clock it ends when the next weights have arrived and the running dispatch is
+    over. In this mode orders of the leader also interrupt the window after the running dispatch, reports tell the
+    leader which groups have ended, and a second thread puts batches together. Samples are played on `thread`.
     """
 
     def __init__(
@@ -406,5 +406,5 @@ class HostPlayer:
 
 
 def _moved_groups(order: Message) -> list[JsonObject]:
-    """Lists the entries of an order whose groups a lost host had."""
+    """Lists an order's entries for groups that a lost host had."""
     return [entry for entry in order.value.get("groups", ()) if entry["moved"]]

@@ -105,7 +105,7 @@ class RemoteRollouts:
             scores = (shares, deadline_s, shares.collect, note_evaluated, shares.wait)
         keep = functools.partial(keep_evaluation, run.workdir) if run.workdir is not None else lambda step, means: None
         self._evaluations = RemoteEvaluations(pod, *scores, keep=keep)
-        self._counted_reassigned = 0  # leases and groups taken over that the metrics have counted
+        self._counted_reassigned = 0  # number of taken-over leases and groups that metrics have reported so far
         self._at = 0  # the step agreed on last
         self._asking = ThreadPoolExecutor(_ASKING, thread_name_prefix="podrl-gather")
         self._start = Start(0, b"", (), set())
