@@ -422,7 +422,7 @@ def _missing_code(arguments: list[str]) -> str:
                 found = importlib.util.find_spec(module) is not None
             except ModuleNotFoundError:  # a package before a dot does not exist
                 found = False
-            except Exception:  # noqa: BLE001 - find_spec imports the package; the program itself shows its error
+            except Exception:  # noqa: BLE001 - find_spec imports the package; the program will show the package's error
                 found = True
             return "" if found else f"module {module!r}"
     return ""

@@ -161,8 +161,8 @@ class Model(Protocol):
 class Environment(Protocol):
     """An environment of samples.
 
-    The observations that `run` sends must depend only on the task, the model's turns and the answers of
-    `Model.outside`. After the death of a worker process, a replay calls `run` again and must get the same observations.
+    All actions of `run` must depend only on the task, the model's turns and the answers of `Model.outside`. After the
+    death of a worker process, a replay calls `run` again and must get the same observations.
     """
 
     async def run(self, task: Task, model: Model) -> Result | None:
