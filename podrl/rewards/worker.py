@@ -87,7 +87,7 @@ def _of_fields(fn: Callable[..., object]) -> list[inspect.Parameter]:
 
 
 def leading(fn: Callable[..., object]) -> list[str] | None:
-    """Names the arguments that get prompts and completions by their place; a positional-only one ends in '/'.
+    """Names the arguments that get prompts and completions by their place; a positional-only argument ends in '/'.
 
     Returns:
       At most two names; None if the function takes completions by name, or any number of arguments.
