@@ -64,7 +64,7 @@ class OpenedSources:
       parts: sources of the configuration, at least one.
       evaluation: records of data.eval_path; None if data.eval_path is ''.
       unanswered: an entry for each file that has a record without an answer: (text that names the record and its
-        fields, reward functions that only this source has, possibly none).
+        fields, reward functions that only the file's source has, possibly none).
       evaluation_unanswered: text that names the first record of data.eval_path without an answer, and its fields; ''
         if all have one.
     """

@@ -41,7 +41,7 @@ class MCPServer:
       result: tag around each document of a tool's answer, by the name of the tool: 'snippet' or 'webpage'. A tool
         without an entry has the tag of DR-Tulu's tool of the same name, else no tag: its answer is one text.
       deadline_s: longest time of one call, seconds.
-      retries: number of times that a call is repeated after the connection was lost during it.
+      retries: number of times that a call is repeated after the connection was lost during the call.
       concurrency: largest number of calls at the same time.
       environment: names of environment variables that the server's command sees although their names sound secret,
         such as 'SERPER_API_KEY'; all other variables of this kind are withheld, and listed when the server starts.
@@ -184,7 +184,7 @@ class EnvironmentConfig:
       server_deadline_s: longest time for which an MCP server may be unreachable, seconds. The job then ends with exit
         code 42, so that it can be started again.
       workers: number of processes in which environments run, on each host.
-      reward_weight: factor of the environment's rewards, which are added to those of the reward functions.
+      reward_weight: factor of the environment's rewards. The products are added to the reward functions' rewards.
       system_prompt_file: file with the system prompt: plain text, or YAML with the key system_prompt; '' for none.
     """
 

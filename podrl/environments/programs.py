@@ -76,7 +76,7 @@ class _Session:
     """The requests of one episode.
 
     Attributes:
-      model: model of the episode, which answers one request at a time.
+      model: the episode's model; it answers one request at a time.
       failed: future that gets the episode's AgentFailure, if the episode fails; set once.
       turn: lock of the model.
       open: requests whose answers have not arrived yet.

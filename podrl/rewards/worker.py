@@ -74,7 +74,7 @@ def options(fn: Callable[..., object]) -> list[str]:
 
 
 def _of_fields(fn: Callable[..., object]) -> list[inspect.Parameter]:
-    """Returns the parameters that get fields of records: all but prompts and completions, *args and **kwargs."""
+    """Returns the parameters that get fields of records: all but prompts and completions, `*args` and `**kwargs`."""
     try:
         parameters = list(inspect.signature(fn).parameters.values())
     except (TypeError, ValueError):
