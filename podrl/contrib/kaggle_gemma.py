@@ -90,7 +90,7 @@ def convert(checkpoint: str | pathlib.Path, size: str, out: str | pathlib.Path, 
       checkpoint: directory of the Orbax checkpoint.
       size: size of the model, one of `READ`.
       out: directory to write, which must not exist or must be empty.
-      tokenizer: path of tokenizer.model; '' looks for it in the checkpoint's directory and the one above.
+      tokenizer: path of tokenizer.model; '' looks for it in the checkpoint's directory and in the directory above.
 
     Raises:
       ValueError: the checkpoint cannot be read (see `read`), or there is no tokenizer.model of Gemma.

@@ -34,7 +34,7 @@ PREFILL_LANES = 8  # first tokens drawn at once
 
 
 class _Prompt(NamedTuple):
-    """An inserted prefix on one shard: its identity (a slot), its pages, and the slots that read it."""
+    """An inserted prefix on one shard: its id (the number of its first slot), its pages, and the slots that read it."""
 
     handle: int
     pages: list[Page]
@@ -181,8 +181,8 @@ class SlotEngine:
 
         Args:
           params: parameters from `load_params`.
-          existing_prefix: Prefix (or an object that holds one as `cache`) that the tokens continue; the sampled first
-            tokens of that prefix are not part of the new prompt. None if the tokens are the whole prompt.
+          existing_prefix: Prefix (or an object with a Prefix in `cache`) that the tokens continue; the first tokens
+            sampled from this prefix are not part of the new prompt. None if the tokens are the whole prompt.
           padded_tokens: tokens of the prompt (T), possibly followed by padding.
           true_length: number of tokens in `padded_tokens` before the padding.
           sampler: unsupported, must be None; see `sampling`.
@@ -375,7 +375,7 @@ class SlotEngine:
           blocks: pages of the existing prefix; empty for a whole prompt.
 
         Returns:
-          (state, all pages of the prompt, the last of which has room for one more token).
+          (state, all pages of the prompt); the last page has room for one more token.
         """
         engine = self._prefiller
         C, context_T = engine.shape.page_tokens, tokens_T[:-1]

@@ -65,8 +65,8 @@ class ChatTemplate:
           add_generation_prompt: True to end with the opening of the model's turn.
           tokens: texts of the special tokens by their names, such as 'bos_token'.
           tools: schemas of the functions that the model may call.
-          marks: two texts, written before and after each stretch that the template puts inside `{% generation %}`,
-            which marks the model's words.
+          marks: two texts, written before and after each stretch of the model's words; the template puts these
+            stretches inside `{% generation %}`.
 
         Raises:
           ValueError: the template refuses these messages, fails on them, or exceeds a limit of memory or time.
@@ -124,7 +124,7 @@ def _size(operator: str, left: object, right: object) -> float:
 
 
 class _Generation(jinja2.ext.Extension):
-    """Replaces the tag `{% generation %}`, which marks the model's words, by the marks around the text inside it."""
+    """Writes the marks around the text inside `{% generation %}`, the tag that templates use for the model's words."""
 
     tags = {"generation"}  # noqa: RUF012 - as jinja declares it
 

@@ -24,8 +24,8 @@ EMBEDDED: Mapping[str, ProblemGenerator[Any]] = {
 
 
 def is_generated(path: str) -> bool:
-    """Returns True if a value of data.path names a task that generates its records and holds a part of them out, not a
-    file."""
+    """Returns True if a value of data.path names no file but a task; a task generates its records, and holds a part of
+    them out."""
     return path in EMBEDDED or path.startswith(REASONING)
 
 
@@ -52,7 +52,7 @@ class SourceConfig:
       group: value of the field `group` in this source's records. Rewards and evaluations are also reported for each
         group alone.
       hint: text that only a teacher reads after the question, as data.hint takes it; '' takes data.hint.
-      env: name of the environment in env.others in which samples of this source act; '' takes env.environment.
+      env: name of the environment that plays the samples of this source, one of env.others; '' takes env.environment.
       grpo: settings of the section grpo that differ for samples of this source, such as {'teacher_coef': 1.0}: weights
         of the loss's components, the loss and the advantage (docs/algorithms.md).
       transforms: steps that change or drop the source's records before they are used, in this order.

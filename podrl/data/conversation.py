@@ -262,12 +262,12 @@ class _Writing:
         return self.messages[:i]
 
     def _headers(self, before: Sequence[ChatMessage], prompt: str) -> Mapping[int, str]:
-        """Finds the places in a turn's prompt where its header may end, and the text by which to find each again.
+        """Finds the places in a prompt where the turn's header may end, and a text by which to find each place again.
 
         A prompt may have white space, tags or special tokens after the header; some of them open a thought.
 
         Returns:
-          {end of the header: its last special token or its last line that is not empty, whichever is shorter}.
+          {end of the header: the header's last special token or its last line that is not empty; the shorter of both}.
         """
         base = _shared(prompt, self.write(before, add_generation_prompt=False))
         starts = [start for start, _ in self._tokenizer.special_spans(prompt)]
@@ -366,8 +366,9 @@ class _Writing:
             head, _, tail = text.partition(self._word)
             if head + tail == self.whole and len(head) >= start:
                 return len(head) - start
-        # A turn with calls ends at a special token. Of the tokens before which the text is the turn without a stretch,
-        # it is the token that keeps most of the turn's end; without any, the first token after the last call.
+        # A turn with calls ends at a special token. A token is a candidate if the text before it is the turn without
+        # one stretch; the candidate that keeps most of the turn's end is taken. If there is no candidate, the turn ends
+        # at the first special token after the last call.
         called = [str(_function(call).get("name")) for call in message.get("tool_calls", ())]
         last = turn_text[max(0, *(turn_text.rfind(name) for name in called[-1:])) :] if called else turn_text
         places = [place for place, _ in self._tokenizer.special_spans(whole[: len(turn_text) + _MOST])]
@@ -398,8 +399,8 @@ class _Writing:
         last, earlier = (text.partition(self._word)[2] for text in (last, earlier))
         shared, mark, ends, closing = _shared(last, earlier), "", 0, ""
         for start, end in self._tokenizer.special_spans(last):
-            # A special token after other text is not a mark, because some templates always write the next prompt. Nor
-            # is a token that only a last turn has.
+            # A special token after other text is not a mark, because some templates always write the next prompt. A
+            # token that only a last turn has is not a mark either.
             if mark and (start > ends or ends <= shared < end):
                 break
             mark, ends = last[start:end], end
@@ -538,9 +539,9 @@ def prompt(
     """Renders a record as the text that the model continues.
 
     Args:
-      record: record with a question. The chat template renders its `messages`, or a `prompt` that is a list, with the
-        schemas in its field `tools` if the job has no tools. A `prompt` of text is used as it is. A question in a field
-        of its own is wrapped by `template.wrap`.
+      record: record with a question. The chat template renders the record's `messages`, or a `prompt` that is a list.
+        If the job has no tools, it also renders the schemas in the record's field `tools`. A `prompt` of text is used
+        as it is. A question in a field of its own is wrapped by `template.wrap`.
       tokenizer: the model's tokenizer, whose chat template is used.
       system: instructions before a question; '' for none.
       form: form of a wrapped question: 'chat' for a turn of the chat template, 'plain' for plain text.

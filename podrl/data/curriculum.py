@@ -47,7 +47,7 @@ class ChosenStream(Stream[Item], Generic[Item]):
         self._starts = list(itertools.accumulate(map(len, self._sources), initial=0))
         self._walks = [_Walk(len(one), shuffle_seed, k) for k, one in enumerate(self._sources)]
         self._drawn_of = [0] * len(self._sources)  # items decided so far, by source
-        # Number of items decided so far, by source: from the walk, then from each pool with a share.
+        # For each source, the numbers of items decided so far: from the walk, then from each pool with a share.
         self._wanted_of = [[0] * (1 + len(curriculum.config.shares)) for _ in self._sources]
         self._first, self._ids = 0, []  # position of the first record in `_ids`; numbers of the newest batches' records
         self._brought_back = 0
@@ -103,8 +103,8 @@ class ChosenStream(Stream[Item], Generic[Item]):
         Args:
           part: number of the source.
           is_taken: function that returns True for the number of a record that must be skipped.
-          closed: number of the source's records that `is_taken` skips. If these and the records known to be too long
-            are all records of the source, the result is None without a walk.
+          closed: number of the source's records that `is_taken` skips. If all other records of the source are known to
+            be too long, the result is None without a walk.
 
         Raises:
           ValueError: MOST_IN_A_ROW records in a row are too long.
@@ -113,8 +113,8 @@ class ChosenStream(Stream[Item], Generic[Item]):
         if closed + len(self._long[part]) >= len(walk):
             return None
         position, too_long = walk.position, list[TooLong]()
-        # Two epochs, because the only record that may be drawn may come first in this epoch, where it was read already,
-        # and last in the next.
+        # The walk covers two epochs: if only one record may be drawn, it may come first in this epoch, and be read
+        # already, and come last in the next epoch.
         for _ in range(2 * len(walk)):
             number = start + walk.next()
             if is_taken(number):

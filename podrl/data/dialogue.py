@@ -47,7 +47,7 @@ class Dialogue:
         mark = "" if last is None else self.tokenizer.token_text(last)
         if mark and last in self.tokenizer.eos_ids:
             written[0] = written[0].removeprefix(mark)
-        tokens = [ORDINARY if last is None else last]  # the sample's last token, which the return cuts off
+        tokens = [ORDINARY if last is None else last]  # the sample's last token; the return statement cuts it off
         tokens += self.tokenizer.encode(written[0], behind=tokens[-1])
         for inside, after in zip(values, written[1:], strict=True):
             tokens += self.tokenizer.encode_plain(inside, behind=tokens[-1])

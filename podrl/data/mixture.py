@@ -64,7 +64,7 @@ class OpenedSources:
       parts: sources of the configuration, at least one.
       evaluation: records of data.eval_path; None if data.eval_path is ''.
       unanswered: an entry for each file that has a record without an answer: (text that names the record and its
-        fields, reward functions that only this source has, possibly none).
+        fields, reward functions that only the file's source has, possibly none).
       evaluation_unanswered: text that names the first record of data.eval_path without an answer, and its fields; ''
         if all have one.
     """
@@ -117,9 +117,10 @@ def split(config: DataConfig, form: Form | None = None) -> OpenedSources:
 
     Args:
       config: settings of the data.
-      form: function (record, place of the record, settings of the source) of a job that trains on answers, which raises
-        ValueError for a record of another form. With this function, records of a file are held out only if all of them
-        have an answer in data.answer_field. None for jobs that train on prompts, whose records must have a question.
+      form: check of a job that trains on answers: a function of (record, place of the record, settings of the source)
+        that raises ValueError for a record of another form. With this check, records of a file are held out only if all
+        of them have an answer in data.answer_field. None for a job that trains on prompts: every record must have a
+        question.
 
     Raises:
       FileNotFoundError: a file does not exist.
@@ -217,7 +218,7 @@ def _file(config: DataConfig, source: SourceConfig | None, cache: Cache, form: F
 def _part(
     config: DataConfig, source: SourceConfig | None, file: _File | None, held_hashes: np.ndarray, form: Form | None
 ) -> OpenedSource:
-    """Chooses the training records of a source, without records whose question a held-out record of any source has."""
+    """Chooses a source's training records: leaves out every record whose question any source holds out."""
     name, fields = (source.label, {SOURCE: source.label, **source.fields}) if source else ("", {})
     if file is None:
         train, held_out = _generated(config)
@@ -299,12 +300,12 @@ def _read(
     Args:
       config: settings of a job that has this source only.
       path: path of the file, or of a directory of files.
-      part: name of the split, which begins the names of its files; '' if `path` is a file.
+      part: name of the split, with which the names of its files begin; '' if `path` is a file.
       notes: question hashes and answers of the records; this function adds the notes of the file.
       cache: cache of the records and notes of large files.
       form: function that raises ValueError for records of another form; None if records must have a question.
-      with_question: True if a record with a question is allowed in any form. This is the case in an evaluation file,
-        whose records may be prompts or answers.
+      with_question: True allows any form for a record that has a question. An evaluation file needs this, because its
+        records may be prompts or answers.
     """
 
     def check(record: Record, place: str) -> None:

@@ -1,4 +1,4 @@
-"""Streams of preference pairs, as batches of tokens: two answers to one prompt, of which one is preferred."""
+"""Streams of preference pairs, as batches of tokens: two answers to one prompt, a preferred one and a rejected one."""
 
 import dataclasses
 import functools

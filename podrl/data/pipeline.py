@@ -204,12 +204,12 @@ class PromptStream(BatchStream[_Task]):
 def held_out_prompts(
     config: DataConfig, tokenizer: Tokenizer, *, count: int, max_prompt_length: int, batch_size: int | None = None
 ) -> list[Prompts]:
-    """Makes the fixed evaluation set; the training stream of the same configuration never asks its questions.
+    """Makes the fixed evaluation set; the training stream of the same configuration never asks these questions.
 
     Args:
       config: settings of the data.
       tokenizer: tokenizer of the model that answers.
-      count: number of prompts; the result has fewer if the data holds fewer out.
+      count: number of prompts; the result has fewer prompts if fewer are held out.
       max_prompt_length: largest number of tokens of a prompt; `config.long_prompts` says whether longer prompts are
         left out or are an error.
       batch_size: number of prompts in each batch (the last may hold fewer); None puts all prompts into one batch.
@@ -367,8 +367,8 @@ def renderer(
     Args:
       config: settings of the data.
       tokenizer: tokenizer of the policy.
-      teachers: tokenizers of teachers whose tokenizer is not the policy's, by the label of the source that the teacher
-        reads; the key '' stands for all other sources.
+      teachers: tokenizers of the teachers that do not share the policy's tokenizer, by the label of the source that the
+        teacher reads; the key '' stands for all other sources.
     """
     if not config.sources:
         return Renderer(config, tokenizer, reader=teachers.get("") or (tokenizer if config.hint else None))
@@ -394,8 +394,8 @@ class PartRenderer:
 class Renderer:
     """Renders a record's prompt text and reward fields by the configuration's template.
 
-    `reader` is the tokenizer of a teacher, or None. With a reader, the fields also hold the token ids of the prompt
-    that the teacher reads, which has the configuration's hint if there is one.
+    `reader` is the tokenizer of a teacher, or None. With a reader, the fields also hold the token ids of the teacher's
+    prompt. The teacher's prompt has the configuration's hint, if there is one.
     """
 
     def __init__(self, config: DataConfig, tokenizer: Tokenizer, *, reader: Tokenizer | None = None) -> None:

@@ -178,9 +178,9 @@ _TYPES = {"ids": np.int64, "rate": np.float32, "solved": np.int32, "failed": np.
 class Curriculum:
     """The pass rates by which a run's prompts are chosen: a function of the steps done.
 
-    The batch of step b is chosen by the results of the steps before b - `lag`, which every process that may begin the
-    batch knows. A batch may be begun again, after a kill or on a host that joins later, and must then have the same
-    prompts. So the results of the newest steps are kept one by one, and the table can be taken back to an older step.
+    The batch of step b is chosen by the results of the steps before b - `lag`: every process that may begin the batch
+    knows these results. A batch may be begun again, after a kill or on a host that joins later, and must then have the
+    same prompts. So the results of the newest steps are kept one by one, and the table can go back to an older step.
 
     Attributes:
       config: settings of the choice.
@@ -195,7 +195,7 @@ class Curriculum:
         self._at = 0  # the results of the steps before this one are in the table for good
         self._newer: dict[int, Results] = {}  # results by step, from step `_at` on
         self._newest = -1  # the last step whose results are known
-        # The table after `_table_at` steps, which is `_at` or more.
+        # The table after `_table_at` steps; `_table_at` is at least `_at`.
         self._table, self._table_at = PassRateTable(records), 0
         # For each step in the table from `_at` on: the rows that the step changed, as they were before.
         self._before: collections.deque[Rows] = collections.deque()
@@ -239,8 +239,8 @@ class Curriculum:
         assert step == self._newest + 1, f"results of step {step} after those of {self._newest}"
         with self._lock:
             self._newer[step], self._newest = results, step
-            # The table must reach back far enough to begin a batch again on a host that knows one step less, or from
-            # the checkpoint before.
+            # The table must be able to go back so far that a batch can begin again on a host that knows one step less,
+            # or from the previous checkpoint.
             while self._at < step - 1 - self._lag:
                 self._move(max(self._table_at, self._at + 1))
                 self._before.popleft()

@@ -39,7 +39,7 @@ P = TypeVar("P", bound=Problem)
 
 
 class RandomDraws:
-    """Random draws from the raw words of numpy's PCG64: versions of numpy may change its distributions, not these."""
+    """Random draws from the raw words of numpy's PCG64: a new numpy may change its distributions, but not its words."""
 
     def __init__(self, *key: int) -> None:
         self._bits = np.random.PCG64(np.random.SeedSequence(key))

@@ -43,9 +43,9 @@ class SFTConfig:
       batch_size: number of examples in a step.
       max_length: largest number of tokens of prompt and target together; data.long_prompts says whether longer examples
         are left out or are an error.
-      tagged_share: share of the targets that keep the reference form, which is a call of the calculator for 'sums', and
-        a search with a cited answer for 'facts'; the other targets are written as a base model might answer. It applies
-        to the targets that podrl writes: the targets of embedded tasks, and of files of questions and answers.
+      tagged_share: share of the targets that keep the reference form. For 'sums' this form is a call of the calculator,
+        for 'facts' a search with a cited answer. The other targets are written as a base model might answer. The share
+        applies to the targets that podrl writes: the targets of embedded tasks, and of files of questions and answers.
       full_steps: number of first steps in which every target keeps the reference form, whatever `tagged_share` is.
     """
 
@@ -105,8 +105,8 @@ class SFTStream(BatchStream[Example]):
           data: settings of the records: an embedded task, or a file. Each record of a file has one of three forms.
             'messages' is a conversation, rendered by the model's chat template with the schemas in 'tools', if any;
             every turn of the assistant is learned. 'prompt' and 'completion' are texts, used as they are, or turns; the
-            completion is learned. data.question_field and data.answer_field are a question and its answer, which is
-            written in the reference form and learned. If all records of a file have data.answer_field, the questions
+            completion is learned. data.question_field and data.answer_field are a question and its answer; the answer
+            is written in the reference form and learned. If all records of a file have data.answer_field, the questions
             that an evaluation uses are left out.
           config: settings of the examples.
           tokenizer: tokenizer of the model that learns.
@@ -142,7 +142,7 @@ class SFTStream(BatchStream[Example]):
 
 
 class _Writer:
-    """Makes an example of a record, in the reference form or not, as the record's position in the stream decides."""
+    """Makes an example of a record; the record's position in the stream decides if it keeps the reference form."""
 
     def __init__(self, data: DataConfig, config: SFTConfig, tokenizer: Tokenizer, limit: Limit) -> None:
         self._data, self._config, self._tokenizer, self._limit = data, config, tokenizer, limit

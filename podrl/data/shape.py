@@ -17,7 +17,7 @@ PROMPTS_FILE = "prompts.json"  # file of an exported model that says how the run
 
 
 _SPEAKERS = {"human": "user", "gpt": "assistant"} | {name: name for name in ("user", "assistant", "system", "tool")}
-_TEXTS = ("text", "input_text", "output_text")  # types of the content parts in OpenAI's interfaces that hold text
+_TEXTS = ("text", "input_text", "output_text")  # types of content parts that hold text in OpenAI's interfaces
 
 
 def normal(record: Record) -> Record:
@@ -275,8 +275,8 @@ def fields(record: Record, question_field: str = QUESTION, answer_field: str = A
 
     `question` is the text of the question. If the record has an answer, `solution` is the text of the answer, and
     `answer` is the part of it after '####', or all of it without '####'. If the record lists several right answers,
-    both are lists. A record's own field `solution` is kept. All other fields keep their names and values, among them
-    `question_field` and `answer_field` if these have other names.
+    `solution` and `answer` are lists. A record's own field `solution` is kept. All other fields keep their names and
+    values; so do the fields of the question and the answer if their names are not 'question' and 'answer'.
 
     Raises:
       ValueError: the answer is neither a text nor a finite number nor a list of these.

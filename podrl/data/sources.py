@@ -49,7 +49,7 @@ def make(source: Source, index: int, writer: Callable[[Record], Made]) -> Made:
     """Applies a function to the record at an index.
 
     Raises:
-      ValueError: `writer` raised one; the message begins with the record's place.
+      ValueError: `writer` raised a ValueError; the message begins with the record's place.
     """
     record = source[index]
     try:
@@ -208,7 +208,7 @@ class RecordCache(Protocol):
     """A cache of files that were read before."""
 
     def __call__(self, file: epath.Path, lines: _Lines, read: Callable[[], None]) -> None:
-        """Fills `lines` with the file's records; calls `read`, which reads the file, if its content is not known."""
+        """Fills `lines` with the file's records; calls `read` to read the file if the cache lacks its content."""
         ...
 
 
@@ -334,7 +334,7 @@ def _numbered(content: io.BufferedIOBase) -> Iterator[tuple[int, int, bytes]]:
 
 
 def of_split(path: str, split: str) -> str:
-    """Returns the pattern of a split's files in a directory; `path` itself without a split, or for tfds: and hf:.
+    """Returns the pattern of a split's files in a directory; returns `path` if there is no split, or for tfds: and hf:.
 
     Raises:
       ValueError: `path` is not a directory, or the files of the split do not have one known format.
@@ -412,7 +412,7 @@ def _refuse_twice(names: Sequence[str], noun: str) -> None:
 def _csv(file: epath.Path, one_of: Sequence[str], accept: Check) -> Records:
     header: list[str] = []
     records = _Lines(file, lambda text, _: dict(zip(header, next(_csv_rows([text])), strict=True)))
-    # The lines that the csv reader has taken for the row that it is reading: a quoted value may have line feeds.
+    # The lines of the row that the csv reader is reading; there are several if a quoted value has line feeds.
     rows: list[tuple[int, int, bytes]] = []
 
     def lines(content: io.BufferedIOBase) -> Iterator[str]:

@@ -156,8 +156,8 @@ class Stream(Generic[Item]):
         """Prepares record `number` of source `part` for a position of the walk.
 
         Raises:
-          BatchError: the record cannot be prepared; the message names its place. The run saves the steps before it,
-            then ends.
+          BatchError: the record cannot be prepared; the message names its place. The run saves the earlier steps, then
+            ends.
         """
         try:
             item = sources.make(
@@ -248,8 +248,8 @@ class Stream(Generic[Item]):
         self.too_long |= saved.get("too_long", {})
 
     def _next(self) -> Item:
-        # Two epochs, because there may be a single record that fits: it may already be read in this epoch, and come
-        # last in the next.
+        # Two epochs are tried: if only one record fits, it may already be read in this epoch, and come last in the next
+        # epoch.
         tried = min(2 * self.records, MOST_IN_A_ROW)
         for _ in range(tried):
             try:

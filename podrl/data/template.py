@@ -11,7 +11,7 @@ TAGS = (REASONING_START, REASONING_END, ANSWER_START, ANSWER_END)
 # A call of the calculator and its output, as a model and its environment write them (podrl/environments).
 CALL_START, CALL_END = '<call_tool name="calculator">', "</call_tool>"
 OUTPUT_START, OUTPUT_END = "<tool_output>", "</tool_output>"
-# A call of the search, a document in its output, and a citation of it.
+# A call of the search, a document in the search's output, and a citation of the document.
 SEARCH_START = '<call_tool name="snippet_search">'
 SNIPPET_START, SNIPPET_END = "<snippet id=", "</snippet>"
 CITE_START, CITE_END = '<cite id="', "</cite>"

@@ -27,7 +27,8 @@ FILES = (
     "additional_chat_templates/tool_use.jinja",
 )
 ORDINARY = -1  # stands for any token that is not special
-_ANCHORS = ("\n", "0", ".", "a")  # a continuation is encoded after the first of these that shares no token with it
+# A continuation is encoded after the first of these texts with which it shares no token.
+_ANCHORS = ("\n", "0", ".", "a")
 _WORD = "zq0x"  # stands for the model's words, or for a call's name, in a rendering that shows how a turn ends
 _USER_TURN = {"role": "user", "content": "ask"}
 _ASSISTANT_TURN = {"role": "assistant", "content": _WORD}
@@ -42,7 +43,8 @@ class _Backend(Protocol):
     size: int  # largest id plus one
     added: Mapping[int, str]  # texts, by id, of the special tokens that are added to the vocabulary
     special: Mapping[int, str]  # texts, by id, of all special tokens
-    marks: Mapping[int, str]  # texts, by id, of tokens found before a text is cut into pieces; `special` is among them
+    # Texts, by id, of tokens that are found before a text is cut into pieces, all of `special` included.
+    marks: Mapping[int, str]
     start: Sequence[int] | None  # ids before a plain text; None if files of this kind do not say which
 
     def encode(self, text: str) -> list[int]: ...
@@ -68,7 +70,7 @@ class Tokenizer:
       pad_id: id that fills rows: the model's padding token, or the first end id if the model names none.
       bos_id: id of the start token; None if the model names none. `start_ids` says whether a text begins with it.
       start_ids: ids that the tokenizer's own post-processor puts before a plain text; often the start token, or none.
-      eos_ids: every id that ends a completion: the tokenizer's own end token first, and the chat template's included.
+      eos_ids: every id that ends a completion, the chat template's included; the tokenizer's own end token is first.
       turn_end_id: id that ends the model's turn: the mark that the chat template writes after the turn, else the first
         end id.
       tools: schemas of the functions that the model may call; the chat template writes them into every conversation.
@@ -122,9 +124,9 @@ class Tokenizer:
 
         Args:
           text: text to encode.
-          start: True to put `start_ids` before the ids, unless these begin with them. Set it for every plain text.
-            Never set it for a rendering of the chat template: the template writes the start token if the model wants
-            one.
+          start: True to put `start_ids` before the ids, unless the ids begin with `start_ids` already. Set it for every
+            plain text. Never set it for a rendering of the chat template: the template writes the start token if the
+            model wants one.
           behind: id of the token before the text, or ORDINARY; None if nothing is before the text. Llama's and
             Mistral's tokenizers put a space before a text that nothing precedes, and some of them also after a special
             token.
@@ -157,7 +159,7 @@ class Tokenizer:
         return self._within(text, ids), spans
 
     def _encode_behind(self, text: str, token: int) -> list[int]:
-        """Encodes a text that continues a text which ends with `token`."""
+        """Encodes a text that follows another text, whose last token is `token`."""
         anchors = (self._backend.token_text(token),) if token in self._special else _ANCHORS
         ids = self._backend.encode(text)
         if not self._changed_by(anchors):
@@ -172,8 +174,8 @@ class Tokenizer:
 
     @functools.lru_cache(maxsize=64)  # noqa: B019 - a process has few tokenizers
     def _changed_by(self, anchors: tuple[str, ...]) -> bool:
-        """Returns True if some texts have other tokens after an anchor than alone, for example if the tokenizer inserts
-        a space."""
+        """Returns True if some text is encoded differently after an anchor than alone, for example because the
+        tokenizer inserts a space."""
         words = [(word, self._backend.encode(word)) for word in ("a", "1", "(", " a", "\n\na")]
         behind = [(self._split_behind(anchor, word), ids) for anchor in anchors for word, ids in words]
         return any(own is not None and own != ids for own, ids in behind)
@@ -304,7 +306,7 @@ class Tokenizer:
         return tuple(name for tool in self.tools if (name := str(tool["function"]["name"])) not in text)
 
     def _special_tokens_beyond(self, model: JsonObject) -> dict[int, str]:
-        """Finds the special tokens with the largest ids that have no embedding in the model: {id: text}.
+        """Finds the special tokens at the end of the vocabulary that have no embedding in the model: {id: text}.
 
         Gemma 3's token for images is one of them. The result is empty if an ordinary token has no embedding either.
         """
@@ -420,8 +422,8 @@ class Tokenizer:
     def _read_templates(self) -> dict[str, ChatTemplate]:
         """Reads the chat templates by their names: 'default', and 'tool_use' if there is one for prompts with tools.
 
-        As in transformers, a template in a file of its own comes before one in tokenizer_config.json. Directories of
-        models that also read images may have their only template in chat_template.json.
+        As in transformers, a template in a file of its own replaces the template in tokenizer_config.json. Directories
+        of models that also read images may have their only template in chat_template.json.
         """
         files = {name: self.directory / name for name in self.files if name.endswith(".jinja")}
         file, tools = files.get("chat_template.jinja"), files.get("additional_chat_templates/tool_use.jinja")
@@ -629,8 +631,8 @@ class _SentencePiece:
             them are pieces of the model.
 
         Raises:
-          ValueError: the file is not a SentencePiece model, or the id of an added token contradicts its pieces: a
-            token that is a piece must have the piece's id, and any other token an id beyond all pieces.
+          ValueError: the file is not a SentencePiece model, or the id of an added token contradicts the model's pieces:
+            a token that is a piece must have the piece's id, and any other token must have an id beyond all pieces.
         """
         try:
             self._model = sentencepiece.SentencePieceProcessor(model_proto=regular(path).read_bytes())

@@ -1,8 +1,9 @@
 """Makes the tokenizers of the embedded models: `python -m podrl.data.train_tokenizer --out=DIR [--calls|--search]`.
 
-The tokenizer is a unigram model of the embedded task's language. Every digit and punctuation mark is a piece of its
-own, and so are the task's words, and words of everyday arithmetic as far as the vocabulary has room; all other ASCII
-text is spelled by letters. With --calls, the tags of a tool's call and output are pieces as well, with the last ids.
+The tokenizer is a unigram model of the embedded task's language. Every digit, punctuation mark and word of the task is
+a piece of its own. Words of everyday arithmetic and parts of words are pieces as far as the vocabulary has room. All
+other ASCII text is spelled by letters. With --calls, the tags of a tool's call and output are pieces as well, with the
+last ids.
 With --search, the words are those of the task 'facts', and the tags are those of a search and of a citation.
 
 The trainers of `tokenizers` and SentencePiece are not used. The trainer of `tokenizers` visits words in the random
@@ -155,7 +156,7 @@ def _words(texts: list[str]) -> list[str]:
 
 
 def _fragments(words: list[str]) -> list[str]:
-    """Lists parts of words, of two to four letters; the part that saves most pieces against letters is first."""
+    """Lists parts of words, of two to four letters; first the part that saves most pieces compared with letters."""
     parts = collections.Counter(
         bare[i : i + size]
         for bare in sorted({word.lstrip(SPACE).lower() for word in words})

@@ -14,7 +14,7 @@ from typing import Any
 from podrl.mappings import JsonObject
 
 Cuts = tuple[tuple[tuple[int, int], ...], ...]
-QUERY = ""  # stands for the name of the argument that gets the text between tags, which only the tool's schema has
+QUERY = ""  # key of the text between tags, until the tool's schema gives the name of its argument
 # Possessive quantifiers (`*+`, `++`) do not backtrack, so matching takes linear time for every text of a model.
 _ATTRIBUTE = re.compile(r"""\s++([\w.:-]++)\s*+=\s*+(?:"([^"]*+)"|'([^']*+)'|([^\s"'>]++))""")
 _CLOSING = re.compile(r"\s*+>")
@@ -28,7 +28,7 @@ _CALLED = (*_ARGUMENTS, "tool_calls", "function_call")  # keys that a JSON objec
 _SOMETHING_CALLED = re.compile(
     rf"""(?:\[\s*+)?\{{\s*+["']?+(?:name|function|type|tool|tool_name|{"|".join(_CALLED)})["']?+\s*+:"""
 )
-# A code fence or a tag at the end of the text before a JSON value. Such JSON is not quoted in a sentence.
+# A code fence or a tag at the end of the text before a JSON value. It shows that no sentence quotes the value.
 _SET_OFF = re.compile(r"(?:```\w*+|(?<!<answer)>)\s*+\Z")
 _BEHIND = " \t\r\n,;"  # characters that may separate two calls
 _BEGIN = re.compile(r"[\[{]")
@@ -40,7 +40,7 @@ _TAG = re.compile(r"<[|/]{0,2}+([A-Za-z_:-]{3,24}+)\|?+>?+")
 # Tags that are never read as calls, even if they resemble a tool's name.
 _NO_CALLS = frozenset(("answer", "think", "tool_output", "tool_response", "snippet", "webpage"))
 _ALIKE = 0.8  # smallest difflib ratio at which a tag counts as a misspelt tag of a call
-_LAST_TAGS = 64  # largest number of different tags of a turn, the last ones, that are compared with the tags of calls
+_LAST_TAGS = 64  # only the last 64 different tags of a turn are compared with the tags of calls
 DEPTH = 64  # deepest nesting of arrays and objects in JSON of a model, a tool or a client
 _SHOWN = 80  # largest number of characters of the model's text that a message quotes
 _STRUCTURE = re.compile(
@@ -101,8 +101,8 @@ class Tags:
     Attributes:
       role: role of observations; 'raw' appends them to the model's own turn.
       stop: closing tags of calls; generation stops at each.
-      tags: all other tags of this format. The learner refuses a tokenizer in which one of them is a special token,
-        because calls are read from the text of a turn, and that text has no special tokens.
+      tags: all other tags of this format. The learner refuses a tokenizer that has one of these tags as a special
+        token: calls are read from the text of a turn, and the text of a turn has no special tokens.
     """
 
     role = "raw"
@@ -124,8 +124,8 @@ class Tags:
 
         Returns:
           One call or none. The call has a `problem` if the model ended its turn within a call, misspelt a tag, or wrote
-          the call in the format of another parser. A call within a thought is a draft and is ignored. A turn that a
-          limit of tokens ended has no call.
+          the call in the format of another parser. A call within a thought is a draft and is ignored. If a limit of
+          tokens ended the turn, there is no call.
         """
         visible, thought = self.spoken(text)
         if stop == "eos":
@@ -433,7 +433,7 @@ def escaped(text: str) -> str:
 
 
 def call_id(key: str, number: int) -> str:
-    """Makes the id of call `number` of the sample with this key: eight hexadecimal digits."""
+    """Makes the id of a sample's call, eight hexadecimal digits, from the sample's key and the call's number."""
     return hashlib.blake2b(f"{key}/{number}".encode(), digest_size=4).hexdigest()
 
 

@@ -36,12 +36,12 @@ class MCPServer:
         'http://host:port/sse' (sse). `python` as the first word of a command is the interpreter that runs podrl.
       names: tools that the model may call, by the names that the model uses; empty for all tools of the server.
       aliases: the server's name for a tool, by the name that the model uses; needed only if the two names differ.
-      query: argument that receives the text between the tags of a call, by the name of the tool. For a tool without an
-        entry, the first of query, url, webpage_url, input and text that the tool has, else a required argument.
+      query: argument that receives the text between the tags of a call, by the name of the tool. A tool without an
+        entry uses the first of query, url, webpage_url, input and text that it has, else its first required argument.
       result: tag around each document of a tool's answer, by the name of the tool: 'snippet' or 'webpage'. A tool
         without an entry has the tag of DR-Tulu's tool of the same name, else no tag: its answer is one text.
       deadline_s: longest time of one call, seconds.
-      retries: number of times that a call is repeated after the connection was lost during it.
+      retries: number of times that a call is repeated after the connection was lost during the call.
       concurrency: largest number of calls at the same time.
       environment: names of environment variables that the server's command sees although their names sound secret,
         such as 'SERPER_API_KEY'; all other variables of this kind are withheld, and listed when the server starts.
@@ -142,16 +142,16 @@ class EnvironmentConfig:
       environment: environment of the samples: '' for none; 'tools' for the tools below; 'file.py:Name' or
         'package.module:Name' for a class (instantiated once per episode) or an object with an
         `async def run(task, model)`.
-      others: further environments, named as in `environment`, or 'none' for one answer without tools. A record whose
-        field `env` names one of them is played by that environment; data.sources can set the field for all records of a
-        source.
+      others: further environments, named as in `environment`, or 'none' for one answer without tools. If the field
+        `env` of a record names one of them, this environment plays the record. data.sources can set the field for all
+        records of a source.
       program: command of an agent program, such as 'python agent.py', which asks the model over HTTP; '' for none. See
         docs/agents.md. `python` as the first word is the interpreter that runs podrl.
       verifiers: interpreter of a Python environment with the package verifiers, such as 'vf/bin/python'. It plays the
         tasks that podrl.verifiers wrote, in place of a program; '' for none. See docs/ecosystems.md.
       processes: number of processes of the program in each worker. A process runs one episode at a time; other episodes
-        wait for a free process. Episodes that have paused at the end of a window of tokens keep their processes, which
-        do not count here.
+        wait for a free process. An episode that has paused at the end of a window of tokens keeps its process, but
+        this process does not count here.
       failed_share: largest share of the samples of a batch whose programs may fail; more failures end the job.
       history: 'template' opens a branch where the chat template renders earlier turns differently from how they were
         sampled, as templates that drop thoughts do: the model then reads what it will read when deployed. 'append'
@@ -184,7 +184,7 @@ class EnvironmentConfig:
       server_deadline_s: longest time for which an MCP server may be unreachable, seconds. The job then ends with exit
         code 42, so that it can be started again.
       workers: number of processes in which environments run, on each host.
-      reward_weight: factor of the environment's rewards, which are added to those of the reward functions.
+      reward_weight: factor of the environment's rewards. The products are added to the reward functions' rewards.
       system_prompt_file: file with the system prompt: plain text, or YAML with the key system_prompt; '' for none.
     """
 

@@ -1,4 +1,4 @@
-"""The record of a finished episode: its requests, the answers that it got or their hashes, and its result.
+"""The record of a finished episode: its requests, the model's answers or hashes of them, and its result.
 
 A run that is started again plays the record instead of running the episode's program again. A program may behave
 differently the second time, so only the record leads to the same sample. In a run by the wall clock, the model would
@@ -56,7 +56,7 @@ def digest(turn: JsonObject) -> str:
 
 
 def _shortened(request: EpisodeRequest, before: Sequence[EpisodeRequest]) -> EpisodeRequest:
-    """Cuts off the first `keep` messages, which are those of an earlier conversation, number `of`."""
+    """Cuts off the first `keep` messages of a request, if the earlier request number `of` begins with them, too."""
     if not (chat := request.get("chat")):
         return request
     shared = [

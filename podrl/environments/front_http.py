@@ -126,7 +126,7 @@ class Client:
                 content.clear()
             else:
                 content += piece
-            # Resumed after the last piece, too: a connection that does not read does not notice that a client hangs up.
+            # Reading resumes after the last piece, too: a connection that does not read cannot notice a hang-up.
             self._connection.resume()
             if self._complete or length > max_bytes:
                 return content, length

@@ -31,7 +31,7 @@ class _Node:
       ends: for each answer, the tokens of the prompt and the answer, 4 bytes per token.
       parent: number of the earlier request whose answer this request continues; 0 if it continues none.
       reason: reason why the request began a branch; '' if it continues one.
-      tokens: numbers of tokens: of the prompt, of the part of the prompt after the continued answer, of the answers.
+      tokens: three numbers of tokens: in the prompt, in its part after the continued answer, and in the answers.
     """
 
     number: int
@@ -119,7 +119,7 @@ def _branch_html(node: _Node, nodes: Mapping[int, _Node], children: Mapping[int,
 
 
 def _new(node: _Node, before: _Node | None) -> list[tuple[str, ChatMessage]]:
-    """Lists the (role, message) pairs of a request that the request before it does not have."""
+    """Lists the (role, message) pairs that a request adds to the request before it."""
     request = node.request.model_request
     if request.messages is None:
         text = request.text if request.text is not None else f"{node.tokens[1]} new token ids"

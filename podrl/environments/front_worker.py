@@ -1,7 +1,8 @@
 """The process of the front: `python -m podrl.environments.front_worker`, started by podrl.environments.front.
 
-The process is an HTTP server: it sends each request to its owner as a frame, and gets the answer back as frames. It
-checks the keys of episodes, joins retries to open requests, and notices clients that hang up. It never imports jax.
+The process is an HTTP server. It passes each request as a frame to its owner, the process that started it, and gets the
+answer back as frames. It checks the keys of episodes, joins retries to open requests, and notices clients that hang up.
+It never imports jax.
 """
 
 import asyncio
@@ -41,7 +42,7 @@ _DIALECTS: Mapping[str, Any] = {
 _TYPED = ("/v1/responses", "/v1/messages")  # paths whose errors and events have a field `type`
 _JSON = "application/json"
 # Many clients split a stream at every character that Unicode calls the end of a line, as str.splitlines does. JSON
-# escapes the other line ends.
+# itself escapes all of these characters but three.
 _LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
 # Headers of the page.
 _NO_SCRIPTS = (

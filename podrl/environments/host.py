@@ -1,4 +1,4 @@
-"""Runs a process's episodes in workers; if a worker dies or blocks, replays the logs of its episodes in others."""
+"""Runs a process's episodes in workers; if one dies or blocks, other workers replay the logs of its episodes."""
 
 import asyncio
 import dataclasses
@@ -50,9 +50,9 @@ class _Episode:
       observations: the log of observations, each the fields of a podrl.environments.workers.EpisodeObservation.
       turns: the log of the model's turns, one for each observation that the model has answered.
       drawn: packed token columns (ids, log-probabilities, versions) of each turn for the record of the episode; None
-        for a turn whose tokens the record does not need.
-      routes: future of the routes that the record of a returned episode waits for
-        (podrl.environments.workers.Episodes.record); None before.
+        for a turn if the record does not need its tokens.
+      routes: future that gets the routes for the record of the episode (podrl.environments.workers.Episodes.record);
+        None until the environment has returned.
       answers: the log of outside answers, by their numbers.
       descriptions: descriptions of the outside requests, by their numbers.
       open_requests: (description, start by time.monotonic()) of each outside request without an answer, by number.
@@ -63,8 +63,8 @@ class _Episode:
       since: time at which the environment's present work began, by time.monotonic(); 0 while the model samples.
       timer: timer of env.deadline_s; None while the model samples.
       rested: True if the episode does not count towards env.processes (podrl.environments.workers.Episodes.rest).
-      finished: record of the whole episode from an earlier run, which is played instead of the episode itself; None if
-        there is no record.
+      finished: an earlier run's record of the whole episode. The record is played instead of the episode itself; None
+        if there is no record.
     """
 
     number: int
@@ -94,8 +94,8 @@ class _WorkerProcess:
     Attributes:
       process: the process.
       last_frame_at: time of the last frame from the process, by time.monotonic().
-      handling: attempt of the episode whose frame the process handles, by its last report; None before the first
-        report, and for a frame that belongs to no episode.
+      handling: attempt that the process works for, as it last reported; None before the first report, and while it
+        handles a frame that belongs to no episode.
       loaded: future of the reply to loading the environments.
       episodes: numbers of the episodes in this process.
     """
@@ -133,7 +133,7 @@ class EnvironmentHost:
           emit: function that receives each error and each event ({"turn_request": episode, ...}, {"returned": episode},
             {"done": episode, ...} or {"restart": episode}).
           on_call: function that receives each outside call that is made, except calls that the journal answers; None
-            for no such function.
+            reports no calls.
           error_files: directory for the standard error of MCP servers, one file each; None writes it to the standard
             error of this process.
         """
@@ -295,7 +295,7 @@ class EnvironmentHost:
         if culprit is not None:
             self._end(culprit, "deadline")
         for episode in [self._episodes[number] for number in sorted(worker.episodes)]:
-            episode.attempts += culprit is None  # if one episode blocked the worker, the others are not charged with it
+            episode.attempts += culprit is None  # a blocked worker counts against the culprit alone
             if episode.attempts > _MAX_LOST_WORKERS:
                 self._emit(
                     EnvironmentFailure(f"{self._name(episode)} lost {_MAX_LOST_WORKERS} workers in a row: {why}")

@@ -70,7 +70,7 @@ class Journal:
 
         Args:
           task: the sample that made the request.
-          number: number of the request among those of the sample.
+          number: number of the request among the sample's requests.
           description: description of the request.
 
         Returns:
@@ -157,7 +157,7 @@ class Files:
         channel.serve(_ADD, lambda message: self._add(**message.value))
 
     def drop(self, before: int) -> None:
-        """Deletes the records of all steps before step `before`, which no run repeats: a later checkpoint exists."""
+        """Deletes the records of all steps before `before`; a later checkpoint exists, so no run repeats the steps."""
         self.release(before)
         with self._lock:
             for path in self._directory.glob("*.jsonl"):

@@ -1,7 +1,7 @@
 """The process that holds MCP sessions: `python -m podrl.environments.mcp_worker`, started by `servers.py`.
 
-Each server has one session, which all calls to it share, and which is opened again after it broke. The code works with
-package mcp 1.24 to 2.x; if a name differs between versions, the code tries both names. It never imports jax.
+All calls to a server share one session; a session that broke is opened again. The code works with package mcp 1.24 to
+2.x; if a name differs between versions, the code tries both names. It never imports jax.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ _CONNECT_S = 30.0  # longest time to connect and list the tools
 _PING_S = 5.0  # longest wait for a server's answer to a ping
 _WATCH_S = 2.0  # time between two checks of the server during a call
 _PAGES = 1000  # largest number of pages of a server's list of tools
-_LAST_LINES = 20  # most lines of a command's standard error that an error message repeats
+_LAST_LINES = 20  # largest number of lines of a command's standard error that an error message repeats
 _FILE_BYTES = 16 << 20  # largest size of the file with a command's standard error
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0  # pauses between attempts to connect
 # The command runs under PR_SET_PDEATHSIG (1) with SIGKILL (9): the kernel kills it when this process ends, whatever
@@ -227,7 +227,7 @@ class _ServerSecrets:
             for line in iter(lambda: lines.readline(1 << 16), ""):
                 line = self.hide(line)
                 self._last.append(line[:1000])
-                with contextlib.suppress(OSError):  # the disk is full; a pipe that nobody reads would stop the command
+                with contextlib.suppress(OSError):  # if the disk is full: an unread pipe would stop the command
                     if out is None or out.tell() < _FILE_BYTES:
                         print(line, end="", file=out or sys.stderr, flush=True)
 
@@ -307,7 +307,7 @@ def _text_of(content: Any) -> str:
 
 
 def _describe(error: BaseException) -> str:
-    """Describes an error, of an exception group the first error: its class and the first line of its message."""
+    """Describes an error by its class and the first line of its message; an exception group by its first error."""
     error = _innermost(error)
     text = str(error).strip().partition("\n")[0][:300] or "no answer in time" * isinstance(error, TimeoutError)
     return f"{type(error).__name__}{': ' * bool(text)}{text}"

@@ -36,7 +36,7 @@ _IGNORED_SETTINGS = ("temperature", "top_p", "top_k", "min_p", "seed")
 
 
 class AgentFailure(Exception):  # noqa: N818 - a lost sample, not an error of this program
-    """A program failed, and its sample is lost; the message ends with what it wrote to standard error.
+    """A program failed, and its sample is lost; the message ends with the last lines of the program's standard error.
 
     Attributes:
       kind: 'agent' if the program failed, 'infrastructure' if the endpoint failed; 'environment' or 'grading' if the
@@ -76,7 +76,7 @@ class _Session:
     """The requests of one episode.
 
     Attributes:
-      model: model of the episode, which answers one request at a time.
+      model: the episode's model; it answers one request at a time.
       failed: future that gets the episode's AgentFailure, if the episode fails; set once.
       turn: lock of the model.
       open: requests whose answers have not arrived yet.
@@ -85,7 +85,7 @@ class _Session:
       dropped: requests whose clients hung up before they had the answer.
       jobs: tasks of the requests, by their numbers.
       full: True once a request found no room or no turns left.
-      overridden: number of requests that set a setting in `_IGNORED_SETTINGS`.
+      overridden: number of requests with a value for a setting in `_IGNORED_SETTINGS`.
     """
 
     model: EndpointModel
@@ -113,9 +113,9 @@ class _Session:
 class ProgramEnvironment:
     """Runs an episode for each task in a process of the user's program.
 
-    A process runs one episode at a time, and then takes the next task. It reads one JSON object per line, a task with
-    the endpoint's address and the key of this episode, and answers with one JSON object per line. podrl.agent has the
-    program's side of this protocol.
+    A process runs one episode at a time, and then takes the next task. It reads one JSON object per line, which holds
+    the task, the endpoint's address and the key of the episode. It answers with one JSON object per line. podrl.agent
+    has the program's side of this protocol.
     """
 
     def __init__(self, config: EnvironmentConfig, folder: str) -> None:
@@ -153,8 +153,8 @@ class ProgramEnvironment:
         """Plays one episode, see podrl.environments.protocol.Environment.
 
         Raises:
-          AgentFailure: the program failed. If a request had found no room or no turns left before, the failure of the
-            program only ends the episode.
+          AgentFailure: the program or the endpoint failed. If the program failed after a request had found no room or
+            no turns left, there is no error: the episode only ends.
         """
         model.clock(runs=False)  # the wait for a free process does not count as time of the episode
         async with self._process_slot(model):
@@ -190,7 +190,7 @@ class ProgramEnvironment:
     async def _keep_process(self, runner: "_Runner") -> None:
         """Keeps a process for the next episode; ends it if env.processes idle processes are kept already.
 
-        There are more processes after a window in which episodes rested.
+        After a window in which episodes rested, there are more processes than env.processes.
         """
         if len(self._idle) < self._config.processes:
             self._idle.append(runner)
@@ -422,7 +422,7 @@ def _missing_code(arguments: list[str]) -> str:
                 found = importlib.util.find_spec(module) is not None
             except ModuleNotFoundError:  # a package before a dot does not exist
                 found = False
-            except Exception:  # noqa: BLE001 - find_spec imports the package, whose error the program itself shows
+            except Exception:  # noqa: BLE001 - find_spec imports the package; the program will show the package's error
                 found = True
             return "" if found else f"module {module!r}"
     return ""

@@ -19,7 +19,7 @@ class Ended(Exception):  # noqa: N818 - no error, as StopIteration
 class OutsideError(Exception):
     """An outside call failed: `make` raised an error, in this run or in the run that recorded the call.
 
-    The text of this error is the class and the text of the original one: 'ValueError: ...'.
+    The text of this error is the class and the text of the original error: 'ValueError: ...'.
     """
 
 
@@ -30,7 +30,7 @@ class Task:
     Attributes:
       prompt: the prompt's text, as the model sees it.
       fields: the other fields of the data's record, JSON values.
-      seed: seed derived from the sample's random key, so that a resumed run uses the same one; 0 to 2^32 - 1.
+      seed: seed derived from the sample's random key, so that a resumed run uses the same seed; 0 to 2^32 - 1.
       index: position of the prompt in the data stream since step 0.
       sample: index of the sample among the samples of its prompt, from 0; -1 for a greedy sample.
       step: number of training steps before the step of this sample.
@@ -55,8 +55,7 @@ class Turn:
       stop: reason why the turn ended: the stop string that was met, 'eos' for the end of the model's turn, or 'length'
         for a limit of tokens.
       tokens: the sampled token ids.
-      calls: tool calls, including refused ones, that `say` ran before it returned this turn; empty without a
-        ToolEnvironment.
+      calls: tool calls that `say` ran or refused before it returned this turn; empty without a ToolEnvironment.
       prompt: token ids of the conversation that this turn answers; empty for `say`.
       logprobs: log-probability of each token, in nats; empty unless an agent program requests log-probabilities.
       pieces: text of each token; empty unless an agent program requests the texts of tokens.
@@ -162,8 +161,8 @@ class Model(Protocol):
 class Environment(Protocol):
     """An environment of samples.
 
-    What `run` does must depend only on the task, the model's turns and the answers of `Model.outside`: after the death
-    of a worker process, a replay runs it again and must reach the same observations.
+    All actions of `run` must depend only on the task, the model's turns and the answers of `Model.outside`. After the
+    death of a worker process, a replay calls `run` again and must get the same observations.
     """
 
     async def run(self, task: Task, model: Model) -> Result | None:

@@ -18,7 +18,7 @@ from podrl.workers.process import LOAD_S, Process
 from podrl.workers.user_code import Limits, is_of_the_job
 
 _log = logging.getLogger("podrl.environments")
-_MAX_DEATHS = 3  # number of deaths of the process, without an answer in between, after which the job ends
+_MAX_DEATHS = 3  # the job ends after this many deaths of the process without an answer in between
 
 
 class Servers:

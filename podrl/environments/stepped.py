@@ -11,9 +11,9 @@ from podrl.environments.protocol import Model, Result, Role, Task
 class SteppedEnvironment:
     """Plays an object with `reset` and `step`: the model reads the observations, and its turns are the actions.
 
-    `reset(seed=, task=)` returns the first observation, or (observation, info). A `reset` without one of these
-    parameters does not get it; a `reset` with `**kwargs` gets the seed alone. `step(text)` returns (observation,
-    reward, terminated, truncated, info), (observation, reward, done, info), or an object or mapping with `observation`,
+    `reset(seed=, task=)` returns the first observation, or (observation, info). An argument is left out if `reset` has
+    no parameter for it; a `reset` with `**kwargs` gets the seed alone. `step(text)` returns (observation, reward,
+    terminated, truncated, info), (observation, reward, done, info), or an object or mapping with `observation`,
     `reward` and `done`. `reset` and `step` may be coroutine functions; plain functions run in a thread. A replay calls
     both again, so their results must depend only on the seed and the actions.
     """

@@ -27,7 +27,7 @@ def serve(tool: Callable[..., str], transport: str, **address: str | int) -> Non
         try:
             text, failed = tool(*args, **kwargs), False
         except ValueError as error:
-            # Not raised: package mcp would word the error differently from a Python tool.
+            # The error is not raised: package mcp would word it differently from the error of a Python tool.
             text, failed = f"ValueError: {error}", True
         return CallToolResult.model_validate({"content": [{"type": "text", "text": text}], "isError": failed})
 

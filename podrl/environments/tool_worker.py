@@ -23,7 +23,7 @@ _KINDS |= dict.fromkeys((list, tuple, set, frozenset, Sequence, Iterable), "arra
 
 
 def plain(value: object) -> str:
-    """Converts a tool's result to text without lone surrogates; the middle is left out beyond `MOST_CHARACTERS`."""
+    """Converts a result to text without lone surrogates; leaves out the middle of more than `MOST_CHARACTERS`."""
     if isinstance(value, bytes):
         text = value.decode(errors="replace")
     elif isinstance(value, str):
@@ -46,7 +46,7 @@ def declaration(fn: Callable[..., object], name: str) -> ToolDeclaration:
 
     Returns:
       'name', 'description' (the docstring), 'schema' (JSON schema of the parameters) and 'task' (name of the parameter
-      that receives the calling sample, which the schema leaves out; '' for none).
+      that receives the calling sample; '' for none). The schema leaves this parameter out.
     """
     hints, described = _hints(fn), _described(inspect.getdoc(fn) or "")
     properties, required, task = {}, [], ""
@@ -94,7 +94,7 @@ def call(fn: Callable[..., object], arguments: JsonObject, task: JsonObject) -> 
 
 
 def _hints(fn: Callable[..., object]) -> JsonObject:
-    """Gets the annotations of a function; {} if they cannot be evaluated, such as names that only type checkers see."""
+    """Gets a function's annotations; {} if one cannot be evaluated, such as a name that only type checkers see."""
     try:
         return typing.get_type_hints(fn, include_extras=True)
     except Exception:  # noqa: BLE001 - annotations are code of the user
@@ -106,7 +106,7 @@ def _is_task(hint: object) -> bool:
 
 
 def _schema(hint: object) -> dict[str, Any]:
-    """Makes the JSON schema of an annotation; {} for an annotation without one."""
+    """Makes the JSON schema of an annotation; {} for an annotation that has no schema."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
         texts = [one for one in inner[1:] if isinstance(one, str)]
@@ -145,7 +145,7 @@ def _lists_values(hint: object) -> bool:
 
 
 def _converted(name: str, value: object, hint: object) -> object:
-    """Converts a JSON value to what a function takes: values of enums to members, also in arrays, objects and unions.
+    """Converts a JSON value for a function: a value of an enum becomes its member, also in arrays, objects and unions.
 
     Args:
       name: name of the parameter, for the error message.

@@ -203,7 +203,7 @@ def _check_names(config: EnvironmentConfig, names: Sequence[str]) -> None:
 
 
 def _with_defaults(declared: ToolDeclaration, config: EnvironmentConfig) -> ToolDeclaration:
-    """Makes arguments that env.arguments sets optional in a tool's schema, and adds their values as 'given'."""
+    """Declares the arguments in env.arguments as optional in a tool's schema, and adds their values as 'given'."""
     schema = declared["schema"]
     defaults = dr_tulu.arguments(declared["name"], config.arguments.get(declared["name"], {}), schema)
     if not defaults:

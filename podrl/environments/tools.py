@@ -18,7 +18,7 @@ EXCEEDED = "Max tool calls exceeded."
 
 
 class ToolEnvironment:
-    """Runs the tool calls of a model that answers a prompt once, or plays another environment.
+    """Runs a model's tool calls while the model answers a prompt once or plays another environment.
 
     Attributes:
       config: tools, parser and limits of the environment. Pass the environment to a learner, or name the object as
@@ -62,7 +62,7 @@ class ToolEnvironment:
     async def over(self, task: Task, model: Any) -> "WithTools":
         """Wraps a Model so that the calls in its turns are run.
 
-        An environment that uses tools in only a part of its episode calls this itself.
+        An environment that uses tools in only a part of its episode calls `over` itself.
 
         Args:
           task: the sample.

@@ -25,9 +25,9 @@ from podrl.workers import child
 from podrl.workers.frames import pack
 from podrl.workers.user_objects import LoadError, explain, explain_load, extend_path, load, short
 
-HEARTBEAT_S = 0.2  # time between two frames that show the host that the event loop runs
+HEARTBEAT_S = 0.2  # a frame is sent this often, so that the host knows that the event loop runs
 _EPISODE_FRAMES = ("start", "turn", "answer", "rest", "cancel")  # kinds of frames that belong to one episode
-_YIELDS = 3  # rounds of the event loop after each frame; in them the frame's episode runs, before the next frame
+_YIELDS = 3  # rounds of the event loop between two frames, so that the first frame's episode runs before the second
 
 
 class RemoteModel:
@@ -131,7 +131,7 @@ class RemoteModel:
         )
 
     async def answer(self, request: ParsedRequest, *, overlaps: bool = False) -> Answer:
-        """Answers a parsed request of the wire like `chat`.
+        """Answers a request that a dialect of the wire has parsed, as `chat` answers a conversation.
 
         Args:
           request: request for one answer.
@@ -164,7 +164,7 @@ class RemoteModel:
         self._dropped.append(request)
 
     def reward(self, answer: str, reward: float) -> None:
-        """Adds a reward to an earlier answer; its id may have the prefix that a dialect writes, as in 'chatcmpl-3'.
+        """Adds a reward to an earlier answer; the answer's id may have the prefix of a dialect, as in 'chatcmpl-3'.
 
         Raises:
           RefusedRequest: the episode has no trained answer of this id.
@@ -277,7 +277,7 @@ class _Worker:
         self._config, self._folder = EnvironmentConfig(), ""
         self._environments: dict[
             str, Any
-        ] = {}  # by name: a class, of which every episode gets an instance, or an object for all
+        ] = {}  # by name: a class (every episode gets an instance), or one object for all episodes
         self._models: dict[int, RemoteModel] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
@@ -419,7 +419,7 @@ async def _serve(requests: BinaryIO, replies: BinaryIO) -> None:
     worker = _Worker(replies)
     heartbeats = asyncio.create_task(worker.send_heartbeats(HEARTBEAT_S))
     async for frame, _ in child.frames(requests):
-        # Sent before the frame is handled. If this process sends no frame afterwards, this episode blocks the process.
+        # This report goes out before the frame is handled. If no frame follows it, the episode blocks the worker.
         worker.send({"handling": next((frame[kind] for kind in _EPISODE_FRAMES if kind in frame), None)})
         worker.handle(frame)
         for _ in range(_YIELDS):

@@ -1,4 +1,4 @@
-"""Runs episodes in worker processes for one thread, which starts them, answers observations and polls for messages."""
+"""Runs episodes in worker processes; one thread starts the episodes, answers observations and polls for messages."""
 
 import contextlib
 import dataclasses
@@ -39,10 +39,10 @@ class EpisodeObservation:
       chat: fields of a podrl.rollout.branches.ChatRequest, which replaces the observation; None for an observation.
       dropped: numbers of earlier requests of the episode whose answers no client received.
       rewards: (number of an earlier request, reward of its answer) of each reward that a program gave.
-      overlaps: True if the episode made this request while an earlier request of it was open.
+      overlaps: True if the episode made this request while one of its earlier requests was open.
       drawn: packed token columns (ids, log-probabilities, versions) of the answer to this request in an earlier run
-        (podrl.rollout.partial.pack_turn). This answer is used again; None if the model must answer the request. If the
-        request opened a branch and routes were recorded, `routes` has the branch's packed routes (`Episodes.record`).
+        (podrl.rollout.partial.pack_turn). The answer is used again; None if the model must answer the request. The
+        entry 'routes' has the packed routes of the branch that the request opened, if any (`Episodes.record`).
     """
 
     episode: int
@@ -179,7 +179,7 @@ class Episodes:
         Args:
           episode: number of the episode, chosen by the caller; no other episode of this object may have it.
           task: the sample that the episode plays.
-          recorded: True if the episode is played from its record, if an earlier run made a record.
+          recorded: True plays the episode from the record of an earlier run if there is one.
         """
         self._loop.soon(self._host.start, episode, task, recorded)
 

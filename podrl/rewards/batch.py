@@ -136,7 +136,7 @@ class Scorer(NamedTuple):
       whole: samples that are never split between two calls: one 'sample', the 'group' of a prompt, or the 'batch'. A
         call may score several samples or groups.
       parallel: largest number of calls at once.
-      submit: starts a call in the background, which returns one reward per sample.
+      submit: function that starts a call in the background; the call returns one reward per sample.
     """
 
     whole: Whole
@@ -206,7 +206,7 @@ class OpenBatch:
         Args:
           sample: index of the sample in the batch.
           completion: text to be scored.
-          fields: fields that are known only after the sample's end, by name; every sample must have the same ones.
+          fields: fields that are known only after the sample's end, by name; every sample must have the same fields.
         """
         self._end(sample, (completion, fields))
 

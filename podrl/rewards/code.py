@@ -45,19 +45,20 @@ class CodeConfig:
     """Settings of the built-in function 'code': the fields with the tests, and the limits of a program.
 
     Attributes:
-      tests: the record's field with its tests: Python statements that fail by raising, such as MBPP's assertions (its
-        field 'test_list'), or pairs {"input": ..., "output": ...} of the text that a script reads and the text that it
-        must print. The field holds a list or the JSON of a list; {"inputs": [...], "outputs": [...]}, the form of APPS,
-        also works.
-      setup: the record's field with Python to run before its tests, such as imports; records may lack the field.
+      tests: name of the record's field with the tests. A test is a Python statement that fails by raising, such as an
+        assertion in MBPP's field 'test_list'; or it is a pair {"input": ..., "output": ...}, the text that a script
+        reads and the text that the script must print. The field holds a list or the JSON of a list. The form of APPS,
+        {"inputs": [...], "outputs": [...]}, also works.
+      setup: name of the record's field with Python to run before the tests, such as imports; records may lack the
+        field.
       score: 1 if 'all' tests pass, else 0; or the 'share' of tests that pass.
       memory_mb: address space of a program, in MiB. A program can start no other process.
       cpu_s: seconds of processor time of one run of a program.
       wall_s: seconds for all tests of a sample, however busy the machine is.
-      threads: threads of a program beside its first.
+      threads: number of threads that a program may have besides its first thread.
       file_mb: size of one file, and of all the text that a script prints, in MiB.
       disk_mb: size of a program's /tmp, the only place where it can write, in MiB of memory.
-      at_once: number of sandboxes at once in each of the reward.workers.
+      at_once: number of sandboxes that run at once in each of the reward.workers processes.
       packages: directories that programs may import from, besides the standard library. Programs can read every file in
         them.
     """
@@ -112,7 +113,7 @@ class CodeTests:
         """Scores every completion from 0 to 1 by the tests of its record.
 
         Raises:
-          ValueError: a record has no tests, or a test that no program can pass.
+          ValueError: a record has no tests, or has a test that no program can pass.
         """
         del prompts
         config = self._config
@@ -134,10 +135,10 @@ class CodeTests:
         return rewards
 
     def _warn(self, verdict: Verdict) -> None:
-        """Warns, once in a job, about a failed test whose fault may lie in the test and not in the program.
+        """Warns, once in a job, about a failed test if the test may be at fault and not the program.
 
-        The fault is that the test gave the program a value that is not plain data, such as a function. The test is not
-        refused, because it may give other programs plain data only.
+        Such a test gave the program a value that is not plain data, such as a function. The test is not refused,
+        because it may give other programs plain data only.
 
         Args:
           verdict: the sandbox's result for one sample; 'unusable' names the fault, '' if there is none.
@@ -156,7 +157,7 @@ class CodeTests:
 
 
 def code_of(completion: str) -> str:
-    """Finds the program in a completion: its last block of Python; blocks between the last answer tags come first.
+    """Finds the program in a completion: the last block of Python, preferably between the last answer tags.
 
     If no block names Python, the program is the last block of the highest `_rank`. If no block looks like code, text
     between fences on one line also counts as a block. If there is no block, the program is the text between the answer
@@ -203,11 +204,11 @@ def _inline(found: re.Match[str]) -> tuple[str, str]:
 def _blocks(text: str) -> list[tuple[str, str]]:
     """Finds the fenced blocks of Markdown that are not empty, as pairs of language and text.
 
-    As in CommonMark, a block is closed by a fence that is at least as long as its own and is indented by at most 3
-    more spaces, and in a block quote all lines of a block begin with '>'. A fence with a language opens a block even if
-    the block before is not closed. Code after the language on the line of the fence is the first line of the block. A
-    block that no line closes ends with the first of its lines that ends in a fence; without such a line it ends where
-    the next block begins or the text ends.
+    As in CommonMark, a block is closed by a fence that is at least as long as the opening fence and is indented by at
+    most 3 more spaces. In a block quote, all lines of a block begin with '>'. A fence with a language opens a block
+    even if the block before is not closed. Code after the language on the line of the fence is the first line of the
+    block. If no line closes a block, the block ends with its first line that ends in a fence. If there is no such line,
+    it ends where the next block begins or the text ends.
     """
     found: list[_Block] = []
     for whole in text.split("\n"):
@@ -242,7 +243,7 @@ def _unquoted(line: str, most: int) -> tuple[str, int]:
 def _opened(line: str, indent: int) -> "_Block | None":
     """Returns the block that a line opens, or None; code after the fence or the language is the block's first line."""
     line = _ONE_LINE.sub("", line.removesuffix("\r"))
-    # Only the last backticks of a line can open a block. A search from its start would take time quadratic in length.
+    # Only the last backticks of a line can open a block. A search from the line's start would take quadratic time.
     fence = _OPENS.search(line, len(line[: line.rfind("`") + 1].rstrip("`")))
     if fence is None:
         return None
@@ -266,8 +267,8 @@ class _Block:
       fence: backticks or tildes that opened the block.
       language: first word after the fence; '' if there is none.
       indent: spaces before the fence.
-      quotes: number of block quotes around the block; each line begins with this number of '>', which are not part of
-        the line.
+      quotes: number of block quotes around the block. Each line of the text begins with this number of '>'; they are
+        left out of `lines`.
       lines: lines of the block, without the fences.
       alone: True if nothing stands before the fence on its line.
       closed: True once a line has closed the block.

@@ -140,12 +140,12 @@ class _Function:
 
     @property
     def label(self) -> str:
-        """The key that names the function, and the function as the user wrote it, or a Python function's name."""
+        """The key that names the function, and the name as the user wrote it; for a Python function, its own name."""
         text = repr(self.spec_text) if ":" in self.spec_text else self.name
         return f"{self.key}: {text}"
 
     def scores(self, names: Sequence[str] | None) -> bool:
-        """Returns True if the function scores a record with `names` in its field `reward_fns`, whatever its data set.
+        """Returns True if the function scores a record with `names` in the field `reward_fns`, in any data set.
 
         Args:
           names: names of functions; None or empty if the record has no such field.
@@ -249,8 +249,8 @@ class Rewards:
         """Refuses records without answers if a function needs answers.
 
         Args:
-          unanswered: (text that names a record without an answer and its fields, names of the source's own functions,
-            possibly none) of each source that has such a record.
+          unanswered: for each source that has a record without an answer: (text that names the record and its fields,
+            names of the source's own functions, possibly none).
 
         Raises:
           ValueError: a function needs a missing answer; the message names the record and the functions.
@@ -296,7 +296,7 @@ class Rewards:
                     )
 
     def warn_of_absent(self, fields_of_job: Collection[str]) -> None:
-        """Warns if an argument of a user's function is None in every call, because no record has a field of its name.
+        """Warns if an argument of a user's function is None in every call, because no record has a field of this name.
 
         Args:
           fields_of_job: names of the fields of all records of the job and its evaluation sets together.
@@ -604,15 +604,15 @@ class Rewards:
                 deadline_s += _JUDGE_S
             return _in_thread(function.here, part, deadline_s)
         assert self._pool is not None
-        # The function 'code' ends late programs by itself, and has a deadline for each.
+        # The function 'code' ends late programs by itself, and has a deadline for each program.
         if function.spec is not None and function.spec["name"] == CodeTests.__name__:
             deadline_s += self._config.code.longest_s(len(part.completions))
         return self._pool.call(function.name, part.body, deadline_s)
 
     def _late(self, function: _Function, part: RewardCall) -> RewardError:
-        """Returns the error for a late call, after calling the function sample by sample to find one that hangs.
+        """Calls the function sample by sample to find a sample on which it hangs; returns the error of the late call.
 
-        These calls take at most one more deadline together.
+        The calls together take at most one more deadline.
         """
         limit = self._config.deadline_s
         end, index, alone = time.monotonic() + limit, 0, 0.0
@@ -638,9 +638,9 @@ class Rewards:
         )
 
     def _failed(self, function: _Function, part: RewardCall, what: str) -> RewardError:
-        """Returns the error for a failed call, after calling the function sample by sample to find one that fails.
+        """Calls the function sample by sample to find a sample on which it fails; returns the error of the failed call.
 
-        These calls take at most one more deadline together.
+        The calls together take at most one more deadline.
 
         Args:
           function: the function that failed.
@@ -722,8 +722,8 @@ _JUDGE, _RUBRIC, _CODE = "judge", "rubric", "code"
 MODEL_NAME = "reward_model"
 
 
-# Setting -> names of the built-in functions that alone read it. reward.text.extract is not here, because a majority
-# vote reads it, too.
+# Setting -> names of the built-in functions that read the setting, which has no other reader. reward.text.extract is
+# not here, because a majority vote reads it, too.
 _COMPARED = ("choice", "exact_match", "token_f1", "rouge_l")
 _READ_BY = {
     "text.answer": _COMPARED,

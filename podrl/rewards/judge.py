@@ -40,7 +40,7 @@ class JudgeConfig:
       url: base of the endpoint, such as 'http://host:8000/v1'; requests go to url + '/chat/completions'.
       model: name of the model at the endpoint.
       template: the question, with {prompt}, {completion}, {answer} and {max_score}; the reply must hold 'SCORE: n'.
-      criterion_template: the question of 'rubric' for each criterion, which also has {criterion}.
+      criterion_template: the question that 'rubric' asks about each criterion; it also has {criterion}.
       criteria: criteria of 'rubric' for records that have none of their own.
       criteria_weights: weight of each of `criteria`; empty for 1 each. A criterion with a negative weight is a fault.
       rubric: the record's field with its criteria: a list of texts, or of {"criterion": text, "weight": number}.
@@ -142,8 +142,8 @@ def judge_by_rubric(
       rubrics: criteria of each sample, in a form that `JudgeConfig.rubric` describes; None for `JudgeConfig.criteria`.
 
     Returns:
-      For each completion the weighted sum of its scores (0 to 1 each) over the sum of the positive weights: at most 1,
-      and below 0 if faults outweigh the rest.
+      For each completion, the weighted sum of its scores (0 to 1 each), divided by the sum of the positive weights. The
+      result is at most 1; it is below 0 if faults outweigh the rest.
 
     Raises:
       ValueError: a record has no criterion of positive weight, or a rubric of another form.
@@ -207,7 +207,7 @@ def _score_of(config: JudgeConfig, question: str, end: float) -> float:
             OSError,
             ValueError,
             http.client.HTTPException,
-        ) as error:  # no reply, or one that was not understood
+        ) as error:  # no reply, or a reply that was not understood
             problem = f"the last one failed: {type(error).__name__}: {error}"
             misunderstood += not is_away(error)
             final = misunderstood > config.retries

@@ -58,7 +58,7 @@ def _equal(truth: str, completion: str) -> bool:
         raise ValueError(f"the reference answer {truth!r} is not mathematics that math-verify can read")
     try:
         return _answers(completion, gold, truth)
-    except Exception:  # noqa: BLE001 - sympy raises anything on a text that a model wrote: it is not a right answer
+    except Exception:  # noqa: BLE001 - sympy may raise any error on a model's text, which is then no right answer
         return False
 
 
@@ -90,7 +90,7 @@ def _named(text: str) -> str:
 
 
 def _parsed(text: str) -> list[Any]:
-    """Reads a text with math-verify: a list of expressions, then the text of the last; empty if it finds none.
+    """Reads a text with math-verify; returns a list of expressions and the last one's text, empty if there are none.
 
     Raises:
       ImportError: math-verify is not installed.

@@ -31,8 +31,8 @@ class ReasoningReward:
         """Scores every completion by its dataset's scorer, from 0 to 1; some datasets give partial scores for almost
         right answers.
 
-        A completion without an answer scores 0. So does an answer for which the scorer raises an error, as some scorers
-        do for an answer that they cannot read. A warning shows the first such error of each dataset.
+        A completion without an answer scores 0. Some scorers raise an error for an answer that they cannot read; this
+        answer also scores 0. A warning shows the first such error of each dataset.
 
         Raises:
           Exception: the scorer raises an error for the right answer as well.

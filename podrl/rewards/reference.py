@@ -15,7 +15,7 @@ from podrl.runtime.plain import references
 
 TAGS = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
 
-# The first tag of the exact format stands at a line's start, its last one at a line's end.
+# The first tag of the exact format stands at a line's start, the last tag at a line's end.
 _OPENS = re.compile(r"^[^\S\n]*+<reasoning>", re.MULTILINE)
 _ENDS = re.compile(r"</answer>[^\S\n]*+$", re.MULTILINE)
 _DIGITS = re.compile(r"[\d.]+")
@@ -121,7 +121,7 @@ def accuracies(completion: str, truth: object, *, has_format: bool = True) -> di
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """Estimates the probability that at least one of k samples, drawn from n with `correct` right ones, is right.
+    """Estimates the probability that at least one of k samples is right, from n samples with `correct` right ones.
 
     Unbiased estimator 1 - C(n - correct, k) / C(n, k) (arXiv 2107.03374, equation 1).
 

@@ -28,8 +28,8 @@ class TextConfig:
     """Settings of the rewards that compare text: where the answer is in a completion, and what it is compared with.
 
     Attributes:
-      extract: regular expression whose last match in the completion is the answer, by its first group if it has one; a
-        completion without a match scores 0. '' takes the whole completion.
+      extract: regular expression that finds the answer: the last match in the completion, or the first group of this
+        match if there is a group. A completion without a match scores 0. '' takes the whole completion.
       answer: the record's field with the reference: a text, or a list of texts, each of which is accepted.
       normalise: True to ignore case, punctuation and articles, as SQuAD does.
       choices: the letters that an answer to a multiple-choice question may name.
@@ -201,7 +201,7 @@ def _validator(schema: str) -> Any:
         raise ValueError(f"{schema[:120]!r} is not a JSON schema: {str(error).splitlines()[0]}") from None
 
     def multiple_of(validator: Any, step: float, value: Any, _: Any) -> Iterator[jsonschema.ValidationError]:
-        """Compares decimals as they are written; jsonschema itself takes 19.99 for no multiple of 0.01."""
+        """Compares decimals as they are written; jsonschema itself says that 19.99 is no multiple of 0.01."""
         if validator.is_type(value, "number") and fractions.Fraction(str(value)) % fractions.Fraction(str(step)):
             yield jsonschema.ValidationError(f"no multiple of {step}")
 
@@ -213,8 +213,8 @@ def _validator(schema: str) -> Any:
     own = {"multipleOf": multiple_of, "divisibleBy": multiple_of, "uniqueItems": unique_items}
     known = {name: check for name, check in own.items() if name in kind.VALIDATORS}
     validator = jsonschema.validators.extend(kind, known)(content, registry=referencing.Registry())
-    # Small answers of every JSON type: a schema that refers to itself without looking further into the answer recurses
-    # endlessly on one of them.
+    # Tries small answers of every JSON type. If a schema refers to itself without looking further into the answer, it
+    # recurses endlessly on one of them.
     try:
         for probe in (None, 0, "", [], {}, [None], {"": None}):
             validator.is_valid(probe)

@@ -74,7 +74,7 @@ def options(fn: Callable[..., object]) -> list[str]:
 
 
 def _of_fields(fn: Callable[..., object]) -> list[inspect.Parameter]:
-    """Returns the parameters that get fields of records: all but prompts and completions, *args and **kwargs."""
+    """Returns the parameters that get fields of records: all but prompts and completions, `*args` and `**kwargs`."""
     try:
         parameters = list(inspect.signature(fn).parameters.values())
     except (TypeError, ValueError):
@@ -87,7 +87,7 @@ def _of_fields(fn: Callable[..., object]) -> list[inspect.Parameter]:
 
 
 def leading(fn: Callable[..., object]) -> list[str] | None:
-    """Names the arguments that get prompts and completions by their place; a positional-only one ends in '/'.
+    """Names the arguments that get prompts and completions by their place; a positional-only argument ends in '/'.
 
     Returns:
       At most two names; None if the function takes completions by name, or any number of arguments.

@@ -22,7 +22,7 @@ LIFE = "PODRL_LIFE_FD"
 
 
 def refuse_inside() -> None:
-    """Refuses to train in a worker process, where a user's script was only imported for one of its functions.
+    """Refuses to train in a worker process, which has imported a user's script only for one of the script's functions.
 
     Raises:
       ValueError: this process is a worker.
@@ -104,7 +104,7 @@ def _claim_pipes() -> tuple[BinaryIO, BinaryIO]:
     os.dup2(2, 1)
     life = int(os.environ.pop(LIFE))
     # The parent holds the other end and never writes. When the parent is gone the kernel sends SIGIO, which ends this
-    # process at any point of its work. A thread of ours could not, because a hung function may hold the interpreter.
+    # process at any point of its work. A thread could not end it, because a hung function may hold the interpreter.
     signal.signal(signal.SIGIO, signal.SIG_DFL)
     fcntl.fcntl(life, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(life, fcntl.F_SETFL, fcntl.fcntl(life, fcntl.F_GETFL) | os.O_ASYNC)

@@ -1,4 +1,4 @@
-"""Ends processes that users' code detached from its worker, by the worker's mark in their environment.
+"""Ends processes that users' code detached from its worker; finds them by the worker's mark in their environment.
 
 A process may leave its group and its session, and outlive its parent, but it keeps its environment unless it clears the
 environment itself. This module imports only the standard library. It is also a program that ends the processes that a
@@ -23,7 +23,7 @@ def end_marked(mark: str) -> None:
 
 
 def _kill(mark: bytes) -> int:
-    """Kills the marked processes that exist now, and their descendants; returns the number of marked ones."""
+    """Kills the marked processes that exist now, and their descendants; returns the number of marked processes."""
     children: dict[int, list[int]] = {}
     marked = []
     for name in os.listdir("/proc") if os.path.isdir("/proc") else ():

@@ -1,4 +1,4 @@
-"""Worker processes, which can be killed together with their children: single ones, and pools for functions of users."""
+"""Worker processes, single or in pools for functions of users; a worker can be killed together with its children."""
 
 import asyncio
 import concurrent.futures
@@ -23,7 +23,7 @@ from podrl.workers.frames import pack, take
 from podrl.workers.user_code import Limits, hide_secrets
 from podrl.workers.user_objects import LoadError
 
-# Longest time for the imports of users' code, such as a math library; a call's deadline starts after them.
+# Longest time for the imports of users' code, such as a math library; a call's deadline starts after the imports.
 LOAD_S = 120.0
 _LEAVE_S = 1.0
 _PATIENCE_S = 0.05  # time that a call waits for an idle process before another process is started for it
@@ -56,7 +56,7 @@ def _job_mark() -> str:
 
 
 class Process:
-    """One worker process, which runs a module that calls podrl.workers.child; used on the event loop that starts it."""
+    """One worker process; it runs a module that calls podrl.workers.child. Used on the event loop that starts it."""
 
     def __init__(
         self, module: str, limits: Limits, on_frame: Callable[[JsonObject], None], on_end: Callable[[], None]
@@ -77,7 +77,7 @@ class Process:
         read_life, self._life = os.pipe()
         self._mark = f"{_job_mark()}.{next(_numbers)}."
         own = {leftovers.MARK: self._mark, child.INSIDE: "1", child.LIFE: str(read_life), "JAX_PLATFORMS": "cpu"}
-        # A session of its own, so that Ctrl-C in the terminal does not reach the process and its group is killed whole.
+        # A session of its own: Ctrl-C in the terminal does not reach the process, and its whole group can be killed.
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", module, json.dumps(dataclasses.asdict(limits))],
@@ -460,7 +460,7 @@ class _Holder:
 
 
 class Functions:
-    """A Pool for callers on threads; it has a fixed number of processes, each of which holds every function.
+    """A Pool for callers on threads; it has a fixed number of processes, and every process holds every function.
 
     Attributes:
       about: the module's description of each function, by id.
@@ -497,7 +497,7 @@ class Functions:
         self.close()
 
     def call(self, key: str, arguments: object, deadline_s: float) -> JsonObject:
-        """Calls a function, waits for its answer, and returns it; errors are those of `Pool.call`.
+        """Calls a function, waits for the answer, and returns it; raises the errors of `Pool.call`.
 
         Args:
           key: id of the function.

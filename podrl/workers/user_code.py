@@ -28,7 +28,7 @@ class Limits:
         starts (RLIMIT_NPROC, which the kernel does not apply to root).
       file_mb: bound on the size of a file that the process writes, in MiB (RLIMIT_FSIZE).
       environment: names of environment variables that the process may see although their names sound secret, such as
-        'OPENAI_API_KEY'; all others whose name has a part like TOKEN, KEY, SECRET or PASSWORD are withheld.
+        'OPENAI_API_KEY'. All other variables with a part like TOKEN, KEY, SECRET or PASSWORD in the name are withheld.
     """
 
     memory_mb: Count = 16384
@@ -82,8 +82,8 @@ def is_of_the_job(name: str) -> bool:
 def forget(environment: MutableMapping[str, str], name: str) -> None:
     """Removes a variable from an environment; if it is os.environ, also hides the value in /proc/PID/environ.
 
-    The kernel shows the environment that a process was started with for as long as the process lives, and users'
-    functions run under the same user, who may read it.
+    As long as a process lives, the kernel shows the environment with which the process was started. Users' functions
+    run under the same user, so they could read it.
     """
     if environment is os.environ:
         _overwrite(name)

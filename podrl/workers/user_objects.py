@@ -129,7 +129,7 @@ def explain(error: BaseException) -> str:
 
 
 def explain_load(error: BaseException, file: str = "") -> str:
-    """Describes an error of loading in one line, with the line of the user's file in which it was raised."""
+    """Describes an error of loading in one line, with the number of the line in the user's file that raised it."""
     if isinstance(error, LoadError):
         return str(error)
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]

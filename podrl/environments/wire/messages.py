@@ -149,7 +149,7 @@ def _add(messages: list[ChatMessage], value: object, path: str) -> None:
         elif kind == "tool_result" and role == "user":
             if texts:
                 raise block_fields.refusal("type", kind, "must come before the texts of its message")
-            block_fields.flag("is_error")  # the result's text says so
+            block_fields.flag("is_error")  # the text of the result tells the model about the error
             result = _text(block_fields.take("content"), f"{path}.content[{i}].content")
             messages.append({"role": "tool", "tool_call_id": block_fields.text("tool_use_id"), "content": result})
         else:

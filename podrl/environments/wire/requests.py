@@ -54,7 +54,7 @@ class ModelRequest:
       aside: True if the model's name ended in ':aside'.
       pieces: True if the answer needs the text of every token.
       parts: True if the answer must be sent in parts while it is sampled.
-      reward: (id of an earlier answer, its reward), which asks for no answer; None for a request to the model.
+      reward: (id of an earlier answer, its reward) of a request that only reports a reward; else None.
     """
 
     messages: Sequence[ChatMessage] | None = None
@@ -78,7 +78,7 @@ class ModelRequest:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """One sampled answer, or the newest part of one, with the engine's record of it.
+    """One sampled answer or its newest part: the text, and the tokens with their log-probabilities.
 
     Attributes:
       text: text of `tokens` without special tokens; it includes the stop string.
@@ -115,8 +115,8 @@ class Answer:
     def to_frame(self) -> tuple[JsonObject, bytes]:
         """Returns (fields for the header of a frame, token ids and log-probabilities as bytes for its body).
 
-        In the header, the numbers of ids and of log-probabilities stand in their places. Written as JSON, the ids of a
-        long prompt took a quarter of the time of the front, and of its owner.
+        The header has the number of ids in place of the ids, and the same for log-probabilities. When the ids of a long
+        prompt were written as JSON, they took a quarter of the time of the front, and of its owner.
         """
         fields, numbers = {**vars(self), "prompt_ids": len(self.prompt_ids)}, [array.array("i", self.prompt_ids)]
         fields["choices"] = []
@@ -225,7 +225,7 @@ def token_logprobs(request: ParsedRequest, choice: Choice) -> JsonObject | None:
 class UnsentText:
     """Tracks how much of one streamed answer was sent to the client, for each of its choices.
 
-    The client never gets its own stop string. So the end of the text is held back while it may be the beginning of one.
+    The client never gets its own stop string, so an end of the text that may begin a stop string is held back.
     """
 
     def __init__(self, request: ParsedRequest) -> None:

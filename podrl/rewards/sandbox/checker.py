@@ -1,8 +1,8 @@
 """The process that tests a program; the program's own process can neither read the tests nor send the verdict.
 
-A test of functions is Python that runs here, in a namespace with a stand-in for everything that the program defines:
-calls go to the program's process as plain values and come back as plain values, so that no object of the program can
-make itself equal to a test's expected value.
+A test of functions is Python that runs in this process, in a namespace with a stand-in for everything that the program
+defines. Arguments go to the program's process as plain values, and results come back as plain values. So no object of
+the program can make itself equal to a test's expected value.
 """
 
 import builtins
@@ -34,7 +34,7 @@ class TestError(Exception):
 
 
 class _MalformedError(Exception):
-    """The program's process sent a message that podrl.rewards.sandbox.program never sends: all of its tests fail."""
+    """The program's process sent a message that podrl.rewards.sandbox.program never sends: all tests then fail."""
 
 
 class _Program:
@@ -62,7 +62,7 @@ class _Program:
             send(self.channel, source)
 
     def end(self, *, kill: bool) -> int:
-        """Waits for the end of the process, which is killed first if `kill`; returns its wait status."""
+        """Waits for the end of the process; kills it first if `kill` is True. Returns the wait status."""
         if kill:
             with contextlib.suppress(ProcessLookupError):  # the process may have ended by itself
                 os.kill(self.pid, signal.SIGKILL)
@@ -156,7 +156,7 @@ def _functions(control: socket.socket, request: ProgramTests, limits: Bounds) ->
     remote = _Remote(program, time.monotonic() + limits["wall_s"])
     passed, problem = [], ""
     try:
-        # Tests get only names that they mention. A program replaces neither Python's own names nor those that begin
+        # Tests get only names that they mention. A program can replace neither Python's own names nor names that begin
         # with two underscores.
         wanted = {word for source in sources for word in _WORD.findall(source) if not word.startswith("__")}
         names = {
@@ -192,7 +192,7 @@ def _compiled(source: str, what: str) -> CodeType:
 def _name(error: BaseException) -> str:
     try:
         return f"{type(error).__name__}: {error}"
-    except BaseException:  # noqa: BLE001 - the text may contain a stand-in, whose text the program fails to give
+    except BaseException:  # noqa: BLE001 - the text may need a stand-in's text, and the program may fail to give it
         return type(error).__name__
 
 
@@ -223,7 +223,7 @@ class _Remote:
         return {name: self._local(value) for name, value in names.items()}
 
     def ask(self, operation: str, arguments: Sequence[object], keywords: Mapping[str, object]) -> object:
-        """Has the program's process carry out an operation; then mutable arguments get the values that it left in them.
+        """Makes the program's process carry out an operation; updates the mutable arguments that the operation changed.
 
         Args:
           operation: name of the operation, see `podrl.rewards.sandbox.program`.

@@ -22,9 +22,9 @@ _CLONE, _PIVOT_ROOT, _MOUNT_SETATTR, _CAPSET = 56, 155, 442, 126  # numbers of s
 _SET_PDEATHSIG, _SET_DUMPABLE, _SET_SECCOMP, _SET_NO_NEW_PRIVS = 1, 4, 22, 38
 _ROOT = "/proc"  # mount point for the new root: it exists everywhere, and its content is not used
 
-# Numbers of the system calls that programs may not make; they fail with EPERM. In this order: processes and programs
-# beside their own; memory that no limit counts; sockets (namespaces do not isolate AF_VSOCK and AF_ALG); access to
-# other processes; calls of administrators.
+# Numbers of the system calls that programs may not make; these calls fail with EPERM. They concern, in this order: new
+# processes and programs; memory that no limit counts; sockets (namespaces do not isolate AF_VSOCK and AF_ALG); access
+# to other processes; administration.
 _PROCESSES = (57, 58, 59, 322)
 _MEMORY = (29, 30, 31, 64, 65, 66, 68, 69, 70, 71, 240, 319, 447)
 _NETWORK = (41,)
@@ -38,7 +38,7 @@ PROGRAM = tuple(sorted({*_PROCESSES, *_MEMORY, *_NETWORK, *_OTHERS, *_ADMINISTRA
 # The checker may call memfd_create (319), with which it makes the file that a program reads.
 CHECKER = tuple(number for number in PROGRAM if number != 319)
 
-# PyDLL keeps the interpreter's lock during a call. `clone` needs that: it copies the calling thread alone.
+# PyDLL keeps the interpreter's lock during a call. `clone` needs the lock, because it copies only the calling thread.
 _libc = ctypes.PyDLL(None, use_errno=True)
 
 
@@ -68,7 +68,7 @@ def clone() -> int:
 
 
 def map_user(pid: int) -> None:
-    """Gives a process in a new user namespace the user `NOBODY`; if this process is root, also root, for the set-up.
+    """Maps the user `NOBODY` into a process's new user namespace; if this process is root, also root, for the set-up.
 
     Args:
       pid: id of the process, as this process sees it.
@@ -87,7 +87,7 @@ def map_user(pid: int) -> None:
 
 
 def enter_root(paths: Sequence[str], disk_mb: int) -> None:
-    """Replaces the files that this process sees by `paths`, read-only, and an empty /tmp.
+    """Makes this process see no other files than `paths`, which are read-only, and an empty /tmp.
 
     Args:
       paths: files and directories of the host that stay visible; missing ones are left out.
@@ -218,7 +218,7 @@ def _filter(denied: tuple[int, ...]) -> bytes:
 
 
 def _restrict(target: str, *, device: bool) -> None:
-    """Makes a mount and all below it read-only, without set-user-id; devices in it work only if `device`."""
+    """Makes a mount and all below it read-only, without set-user-id; devices in it work only if `device` is True."""
     flags = 0x01 | 0x02 | (0 if device else 0x04)
     attributes = struct.pack("<QQQQ", flags, 0, 0, 0)
     _call(f"mount_setattr {target}", _libc.syscall(_MOUNT_SETATTR, -100, target.encode(), 0x8000, attributes, 32))

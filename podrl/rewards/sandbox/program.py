@@ -17,7 +17,7 @@ _ITEMS = 1_000_000  # largest number of items that a test may read from an itera
 
 
 def start_programs(control: socket.socket, limits: Bounds) -> None:
-    """Starts a process for every message on `control`; answers with its process id, and at its end with its status.
+    """Starts a process for every message on `control`; answers with the process id, then with the status at the end.
 
     A message is 'script' or 'functions' with three descriptors: standard input, standard output, and the channel that
     brings the program's source.

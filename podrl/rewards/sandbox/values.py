@@ -27,7 +27,7 @@ def encode(value: object, refer: Callable[[object], Reference]) -> object:
     """Encodes a plain value for JSON. A value of a subclass of a plain type is sent as a value of the plain type.
 
     Args:
-      value: the value to send; a list and the like may hold values that are not plain.
+      value: the value to send; a container, such as a list, may hold values that are not plain.
       refer: function that makes a reference to a value that is not plain, to be sent in place of the value.
     """
     if value is None or isinstance(value, bool | float):
