@@ -1,6 +1,6 @@
-"""The job's network: each process offers messages and functions, other processes read and call them; encrypted.
+"""The job's encrypted network: each process offers messages and functions, and other processes read and call them.
 
-Every process is an endpoint: it offers messages under keys that other processes read, and functions that they call. A
+Every process is an endpoint. It offers messages, which other processes read by key, and functions, which they call. A
 read of a key that is not offered yet waits at the endpoint that will offer it. A request is sent again until it is
 answered, so an endpoint that was unreachable for a while still gets it; any request may therefore be served twice.
 
@@ -12,7 +12,7 @@ the loss of the connection.
 
 A stranger can do little harm. Until a connection has proved that it holds the job's key, a frame may not be longer than
 PIECE (longer messages are cut into pieces of that length), and the connection ends after HANDSHAKE_S. A connection that
-never sends a byte does not even take a file descriptor: the kernel keeps it.
+never sends a byte does not even take a file descriptor: the kernel keeps the connection.
 """
 
 import contextlib
@@ -75,7 +75,7 @@ class Channel:
     Attributes:
       name: name of this process, for messages: 'trainer 0'.
       address: 'host:port' at which other processes reach this endpoint.
-      number: random number of this endpoint, in hexadecimal; an earlier or later endpoint at the address has another.
+      number: random number of this endpoint, in hexadecimal; a later endpoint at the same address has another number.
       traffic: messages and bytes so far.
     """
 
@@ -199,8 +199,9 @@ class Channel:
           kind: 'get' or 'call'.
           key: key of a message, or name of a function.
           message: argument of the function.
-          lane: number of the connection to use, of several to the same endpoint. Lane 0 repeats an unanswered request
-            every RESEND_S; other lanes, whose answers are expected to take time, only after their connection broke.
+          lane: number of the connection to use; there may be several to the same endpoint. An unanswered request of
+            lane 0 is repeated every RESEND_S. On other lanes answers may take long: their requests are repeated only
+            after the connection broke.
 
         Returns:
           The request in flight; its `wait` returns the answer.
@@ -233,7 +234,7 @@ class Channel:
         return link is not None and link.refused
 
     def is_up(self, address: str) -> bool:
-        """Returns True if this endpoint has a connection to an address that is not known to be broken."""
+        """Returns True if this endpoint has a connection to an address, and the connection is not known to be broken."""
         link = self._peers.get((address, 0))
         return link is not None and link.is_up
 

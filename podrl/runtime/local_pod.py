@@ -1,6 +1,7 @@
 """Runs the processes of a pod on one machine: one process per fake host, output prefixed with the process's name.
 
-The exit code is that of the first process that failed. No process that it starts outlives it, even when it is killed.
+The exit code is that of the first process that failed. The processes of the pod end with the process that started them,
+even if that process is killed.
 """
 
 import contextlib
@@ -33,7 +34,8 @@ _PR_SET_PDEATHSIG = 1
 _LONGEST_PLACE = 60
 # Memory of a process before it has a model: Python, jax and podrl.
 _PROCESS_BYTES = 350 << 20
-# Lines that Gloo writes about its collectives, and that jax writes, before _ABORT, about a cluster without process 0.
+# Lines that Gloo writes about its collectives, and lines that jax writes about a cluster without process 0. After the
+# latter, jax writes _ABORT.
 _CHATTER = re.compile(
     rb"\[Gloo\] Rank|[EW]\d{4} .*(preemption_sync_manager|coordination_service_agent)\.cc:"
     rb"|Additional GRPC error information|:UNKNOWN:Error received from peer"
@@ -63,7 +65,7 @@ class LocalPod:
           environment: environment of every process. The variables that give a process its place are added, and
             PODRL_SECRET and PODRL_CHANNEL if they are missing.
           restarts: number of times, over all processes, that a process that does not train is started again.
-          again: command that starts the job again; printed here if the leader, which would print it, is killed.
+          again: command that starts the job again. The leader prints it; if the leader is killed, it is printed here.
         """
         self._again = again
         self._command, self._hosts, self._replace = list(command), hosts, replace_rollouts
@@ -200,7 +202,7 @@ class LocalPod:
 
 
 def _short_temporary() -> str:
-    """Returns the directory for temporary files; /tmp if its path is too long for a socket (107 characters in all)."""
+    """Returns the directory for temporary files, or /tmp if a socket in it would have a path of over 107 characters."""
     place = tempfile.gettempdir()
     return place if len(place) <= _LONGEST_PLACE else "/tmp"
 

@@ -38,7 +38,7 @@ def ask(request: urllib.request.Request, *, timeout_s: float) -> bytes:
       timeout_s: the longest silence of the connection, in seconds.
 
     Raises:
-      HTTPError: the service refused, or answered with a redirect, whose target the error names.
+      HTTPError: the service refused, or answered with a redirect; the error names the redirect's target.
       OSError: there was no connection, no answer in time, or an answer of more than 64 MiB.
     """
     with _opener.open(request, timeout=timeout_s) as response:
