@@ -63,8 +63,8 @@ class TeacherSource:
     """Settings of one teacher of distillation.
 
     Attributes:
-      path: a Hugging Face directory, local or gs://; with another tokenizer than the policy's, tokens are compared by
-        the text that they stand for.
+      path: a Hugging Face directory, local or gs://. If its tokenizer is not the policy's, tokens are compared by the
+        text that they stand for.
       sources: names of the sources in data.sources whose samples the teacher scores; empty for all sources that no
         other teacher scores.
     """
@@ -133,8 +133,8 @@ class ScratchModel:
       num_heads: query heads of a layer; a multiple of `num_kv_heads`.
       num_kv_heads: key and value heads of a layer.
       head_dim: width of a head.
-      window: number of tokens that every second layer attends to, or every layer with experts; the other layers, and
-        the layers of a model with linear attention, attend to all tokens.
+      window: number of tokens that every second layer attends to; in a model with experts, every layer. The other
+        layers attend to all tokens, and so do all full-attention layers of a model with linear attention.
       max_length: tokens of the longest sequence.
       experts: number of feed-forward experts of a layer; `chosen` of them compute each token. 0 makes a dense model.
       chosen: number of experts that compute a token.
@@ -584,7 +584,7 @@ def parse(values: ConfigValues) -> Job:
 
 
 def _with_sources(values: ConfigValues, section: str) -> ConfigValues:
-    """Returns the algorithm's section, with the settings that data sources have for themselves under `sources`."""
+    """Returns the algorithm's section, with the entry `sources`: settings of single data sources, by their names."""
     sources = build(DataConfig, values.get("data", {}), "config.data").sources
     own = {source.label: dict(source.grpo) for source in sources if source.grpo}
     settings = values.get(section, {})
@@ -851,6 +851,6 @@ def with_prompt_length(values: ConfigValues, tools: Sequence[ToolSchema] = ()) -
     if values["rollout"]["max_prompt_length"]:
         return dict(values)
     if not values["tokenizer"] and pathlib.Path(directory, "config.json").is_file():
-        read_config(directory)  # a model of another kind is refused for that, and not for its tokenizer
+        read_config(directory)  # refuses a model of an unknown kind before its tokenizer can be refused
     data = build(DataConfig, values["data"], "config.data")
     return merge(values, {"rollout": {"max_prompt_length": longest_prompt(data, Tokenizer(directory, tools=tools))}})

@@ -82,7 +82,7 @@ def role_rows(
 
 
 def _processes(role: str, pod: Pod | PlannedPod | None, shown: int = 8) -> str:
-    """Lists the processes of a role: '4711', or host numbers, each with its process id and any other machine's name."""
+    """Lists the processes of a role: '4711', or host numbers with process ids, and names of other machines."""
     if pod is None:
         return f"{os.getpid()}"
     all_hosts = pod.hosts if isinstance(pod, PlannedPod) else pod.seat.hosts
@@ -202,7 +202,7 @@ def data_lines(job: Job) -> list[str]:
     for part in opened.parts:
         if text := system_prompt(part.config):
             fields |= {"system_prompt": None}
-            look = 1 if is_generated(part.config.path) else _LOOK  # to generate many takes seconds, and all are alike
+            look = 1 if is_generated(part.config.path) else _LOOK  # generating takes time; generated records are alike
             firsts = (part.train[i] for i in range(min(len(part.train), look)))
             takes = {takes_system_prompt(record, part.config) for record in firsts}
             before |= {text: None} if True in takes else {}

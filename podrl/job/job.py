@@ -140,8 +140,8 @@ def build_scorer(job: Job, on: Meshes, trains: bool | None) -> ScorerCluster:
     Args:
       job: the job.
       on: meshes of all roles.
-      trains: under topology=split, where a host sees only its own cluster: True if this process trains; None elsewhere,
-        where the meshes decide.
+      trains: whether this process trains, under topology=split, where a host sees only its own cluster; None elsewhere,
+        because there the meshes decide.
     """
     tokenizer = Tokenizer(job.model.tokenizer(job.tokenizer))
     source: Any = None

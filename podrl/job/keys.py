@@ -3,7 +3,7 @@
     python -m podrl.launch --help_config [prefix]       prints the keys, or those below a prefix
     python -m podrl.job.keys FILE                        writes the page of all keys
 
-The meanings are the lines under `Attributes:` in the docstrings of the settings, which is the only place that has them.
+The meanings are written in one place only: under `Attributes:` in the docstrings of the settings.
 """
 
 import dataclasses

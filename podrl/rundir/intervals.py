@@ -1,4 +1,4 @@
-"""95 % intervals of means over records and of their changes; Wilson's for shares, so that 7 of 7 is not certain."""
+"""95 % intervals of means over records and of changes of means; a share of 7 in 7 records still has an interval."""
 
 import math
 from collections.abc import Sequence

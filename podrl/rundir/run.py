@@ -190,7 +190,7 @@ class Run:
     def begin(self) -> None:
         """Marks the beginning of training: from now on a signal asks the run to stop after the step.
 
-        Before, a signal ended the process.
+        Until this call a signal ends the process.
 
         Raises:
           StoppedError: a signal before this call should have ended the process.
@@ -247,7 +247,7 @@ class Run:
             call(step)
 
     def notify_takeover(self) -> None:
-        """Calls the functions of `on_takeover`, which read again what other processes have recorded since."""
+        """Calls the functions of `on_takeover`; they read the records that other processes have added meanwhile."""
         for call in self.on_takeover:
             call()
 
@@ -331,7 +331,7 @@ class Run:
         """Waits until all files are in the bucket.
 
         Args:
-          failed: True if another error ends the run already; then a failure is only printed.
+          failed: True if another error ends the run already; then a failure to copy is only printed.
 
         Raises:
           StorageError: the files could not be copied.

@@ -208,7 +208,7 @@ class WandB:
 
     def write_samples(self, step: int, samples: Sequence[LogRecord]) -> None:
         columns, rows = table(samples)
-        # Two names, because both may have the same step.
+        # Two names, because samples of training and samples of an evaluation may have the same step.
         name = "samples/eval" if "evaluation" in columns else "samples/train"
         self._step = max(self._step, step)
         self._run.log({name: self._wandb.Table(columns=columns, data=rows)}, step=self._step)

@@ -234,7 +234,7 @@ class Channel:
         return link is not None and link.refused
 
     def is_up(self, address: str) -> bool:
-        """Returns True if this endpoint has a connection to an address, and the connection is not known to be broken."""
+        """Returns True if there is a connection to an address, and the connection is not known to be broken."""
         link = self._peers.get((address, 0))
         return link is not None and link.is_up
 
