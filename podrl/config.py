@@ -72,7 +72,7 @@ _CLASSES = {
 
 
 def elsewhere(name: str, group: Mapping[str, object], prefix: str = "") -> str:
-    """Suggests the key of `COMMON_NAMES`, or else all dotted paths at which `group` or a mapping inside it has the key
+    """Suggests the key that `COMMON_NAMES` gives for `name`, or else all dotted paths in `group` that end in the key
     `name`; '' if there is none."""
     common, paths = COMMON_NAMES.get(name, ""), _paths(group)
     places = [common] if common in paths else sorted(path for path in paths if path.rpartition(".")[2] == name)

@@ -267,7 +267,7 @@ def _find_cluster(argv: Sequence[str], *, joins: bool = False, planned: bool = F
 
 
 def _hosts(argv: Sequence[str], config: ConfigDict) -> tuple[str, str, str, str]:
-    """Reads the host lists of trainers and rollouts, the rollout mesh, and the evaluation hosts, as overridden."""
+    """Reads the host lists of trainers and rollouts, the rollout mesh, and the evaluation hosts, overrides included."""
     role_settings = config.to_dict().get("roles", {})
 
     def value(role: str, name: str, default: str) -> str:
@@ -324,7 +324,7 @@ def _share_of_devices(argv: Sequence[str], config: ConfigDict, processes: int) -
 
 
 def _command_line(argv: Sequence[str]) -> str:
-    """Writes the shell command that runs this again."""
+    """Writes the shell command that repeats this command."""
     return shlex.join(["python", "-m", "podrl.launch", *argv[1:]])
 
 

@@ -1,4 +1,4 @@
-"""A rollout replica over several hosts: its head sends its calls to the other hosts, which make the same calls.
+"""A rollout replica over several hosts: the head sends each of its calls to the other hosts, and they repeat the call.
 
 The head schedules, scores and answers the trainers. Before it makes a call that touches the replica's mesh (a move of
 weights, a session, a program of the engine), it sends the call to the other hosts, in order; each of them makes the
