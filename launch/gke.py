@@ -9,8 +9,8 @@ that is never printed; a NetworkPolicy lets only the job's own pods reach the ho
 cluster JobSet 0.10 or later (https://jobset.sigs.k8s.io) and, for the queue label, Kueue.
 
 What happens when a pod ends:
-  trainer pod   preempted, which is exit 75 or a pod that the cluster disrupts: all jobs of the set are recreated,
-                however often, and podrl resumes from its checkpoint. Exit 42 or death by signal: the same, at most
+  trainer pod   preempted (it exits with 75, or the cluster disrupts it): all jobs of the set are recreated, however
+                often, and podrl resumes from its checkpoint. Exit 42 or death by signal: the same, at most
                 --max_restarts times. Any other exit code is the user's error: the set fails at once.
   rollout pod   restarted in place by the kubelet; the set goes on. If only this pod gets SIGTERM, it leaves with exit
                 75 after its step and is restarted, too; if no other rollout host is left, it stops the job, which
@@ -338,7 +338,10 @@ def channel_secret(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def network_policy(args: argparse.Namespace) -> dict[str, Any]:
-    """Makes the policy by which only pods of the job and of gke_add.py reach its ports, some without authentication."""
+    """Makes the policy by which only pods of the job and of gke_add.py reach the job's ports.
+
+    Some of these ports have no authentication.
+    """
     pods = {"matchLabels": _labels(args)}
     return {
         "apiVersion": "networking.k8s.io/v1",

@@ -133,8 +133,8 @@ class ScratchModel:
       num_heads: query heads of a layer; a multiple of `num_kv_heads`.
       num_kv_heads: key and value heads of a layer.
       head_dim: width of a head.
-      window: number of tokens that every second layer attends to; in a model with experts, every layer. The other
-        layers attend to all tokens, and so do all full-attention layers of a model with linear attention.
+      window: number of tokens that a layer attends to. It applies to every second layer, and in a model with experts to
+        every layer. The other layers attend to all tokens; a model with linear attention has no such window.
       max_length: tokens of the longest sequence.
       experts: number of feed-forward experts of a layer; `chosen` of them compute each token. 0 makes a dense model.
       chosen: number of experts that compute a token.
