@@ -364,7 +364,7 @@ def _without_secret(args: argparse.Namespace, keys: Sequence[str]) -> str:
 
 
 def to_yaml(document: dict[str, Any]) -> str:
-    """Writes the manifest as YAML, without anchors, keys in the order written here."""
+    """Writes the manifest as YAML, without anchors, with keys in the order in which this module writes them."""
     import yaml  # imported here, so that `--help` works without pyyaml
 
     class Plain(yaml.SafeDumper):

@@ -212,7 +212,7 @@ _REFUSED: dict[str, str] = {}
 
 
 def refused(path: str) -> str:
-    """Returns the sentence that names the replacement of a former key or of a key of another system; '' for others."""
+    """Returns the sentence that names the replacement of a former or another system's key; '' for all other keys."""
     return next((advice for pattern, advice in _REFUSED.items() if fnmatch.fnmatchcase(path, pattern)), "")
 
 

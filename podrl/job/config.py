@@ -612,7 +612,7 @@ def _check_environments(job: Job) -> None:
 
 
 def _in_own_names(values: ConfigValues) -> ConfigValues:
-    """Translates the aggregation mode from the name in the preset's framework to podrl's."""
+    """Translates the aggregation mode from its name in the preset's framework to its name in podrl."""
     algorithm = values.get("algorithm", "grpo")
     section = section_of(algorithm)
     name = values.get(section, {}).get("loss_agg_mode")

@@ -185,7 +185,7 @@ def _reward_finite(now: LogRecord, past: Past) -> str:
 def _reward_constant(now: LogRecord, past: Past) -> str:
     stds = past.recent(now, "reward/std")
     zero = [number(now, name) for name in now if name.startswith("reward/zero/")]
-    # If every function gives 0 to every sample, the check of functions that pay nothing says so, with reasons.
+    # If every function gives 0 to every sample, the check 'a reward function pays nothing' reports it, with reasons.
     if not stds or any(stds) or _saturated(now, past) or (zero and all(share == 1 for share in zero)):
         return ""
     return f"reward/std is 0 in the last {WINDOW} steps, reward/mean {number(now, 'reward/mean'):.4g}"

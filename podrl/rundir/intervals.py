@@ -1,4 +1,4 @@
-"""95 % intervals of means over records and of changes of means; a share of 7 in 7 records still has an interval."""
+"""95 % intervals of means over records and of changes of means; Wilson's for shares: 7 of 7 does not look certain."""
 
 import math
 from collections.abc import Sequence

@@ -58,7 +58,7 @@ def traced_steps(workdir: Place) -> list[int]:
 
 @dataclasses.dataclass(frozen=True)
 class TraceExtras:
-    """The contents of a step's trace that its samples do not have.
+    """The contents of a step's trace besides the step's samples.
 
     Attributes:
       reward_names: names of the reward functions.

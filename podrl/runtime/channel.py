@@ -44,7 +44,7 @@ from podrl.runtime.sockets import listen, raise_descriptor_limit
 # Unanswered requests of lane 0 are repeated after this many seconds. Repeating is a precaution: broken connections are
 # noticed without it, and a call stays unanswered for as long as its handler takes.
 RESEND_S = 60.0
-SILENCE_S = 30.0  # a whole machine must be silent for this long: no compilation delays the threads that send heartbeats
+SILENCE_S = 30.0  # only a dead machine is silent so long: compiling does not delay the threads that send heartbeats
 _HEARTBEATS = 6  # heartbeats within SILENCE_S
 HANDSHAKE_S = 10.0
 _SEALED = 64  # bytes that encryption adds to a frame, rounded up

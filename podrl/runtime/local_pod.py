@@ -161,9 +161,9 @@ class LocalPod:
         return self._replace and self._hosts.role(process) != TRAINER and infrastructure and not self._stopping
 
     def _leaves(self, process: int, code: int) -> bool:
-        """Returns True if a process that does not train left the job because it was asked to, while the leader runs.
+        """Returns True if a process that does not train was asked to leave the job and left, and the leader still runs.
 
-        If the job cannot go on, the leader ends with the same code.
+        If the job cannot go on without this process, the leader ends with the same code.
         """
         may_go = self._replace and self._hosts.role(process) != TRAINER
         return may_go and code == EXIT_PREEMPTED and _LEADER in self._children

@@ -508,7 +508,7 @@ class Pod:
         self._end(EXIT_INFRASTRUCTURE, f"trainer 0 ({self._leader}) {why}")
 
     def _await_over(self) -> None:
-        """Ends this process soon after the job is over, in case it joined too late to take part and so never leaves."""
+        """Ends this process soon after the job is over, even if it joined too late to take part and so never leaves."""
         request = self.channel.request(self._leader, "get", "over", Message())
         try:
             request.wait(1e9, "trainer 0: over")

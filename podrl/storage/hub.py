@@ -81,7 +81,7 @@ def local(path: str) -> str:
 
 
 def data_files(path: str) -> list[str]:
-    """Returns the local files of a data set's split, downloaded first, in the order of their names.
+    """Downloads the files of a data set's split, and returns the local files in the order of their names.
 
     Raises:
       ValueError: the hub has no such data set or split, or this account may not read it.

@@ -1,4 +1,4 @@
-"""Reads a run directory for the page: only files of known names, even while they grow and if some are damaged."""
+"""Reads a run directory for the page: only files of known names, which may still grow or be damaged."""
 
 import dataclasses
 import functools
