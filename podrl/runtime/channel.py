@@ -75,7 +75,7 @@ class Channel:
     Attributes:
       name: name of this process, for messages: 'trainer 0'.
       address: 'host:port' at which other processes reach this endpoint.
-      number: random number of this endpoint, in hexadecimal; a later endpoint at the same address has another number.
+      number: random number of this endpoint, in hexadecimal; earlier or later endpoints at its address have others.
       traffic: messages and bytes so far.
     """
 
