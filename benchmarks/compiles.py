@@ -1,4 +1,4 @@
-"""Compiles every program of the shipped configurations for each TPU, without one: `python -m benchmarks compiles`."""
+"""Compiles all programs of the shipped configurations for each TPU, without a TPU: `python -m benchmarks compiles`."""
 
 import argparse
 import dataclasses

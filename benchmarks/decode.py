@@ -1,4 +1,4 @@
-"""Counts a decode step's reads of a TPU's memory and its collectives, without a TPU: `python -m benchmarks decode`."""
+"""Counts a decode step's collectives and reads of a TPU's memory, without a TPU: `python -m benchmarks decode`."""
 
 import argparse
 import os

@@ -1,4 +1,4 @@
-"""Compares a model with experts to a dense one of equal active parameters, in turn: `python -m benchmarks experts`."""
+"""Compares a model with experts to a dense model of equal active parameters: `python -m benchmarks experts`."""
 
 import argparse
 import statistics

@@ -19,8 +19,8 @@ _COUNTED = 8  # steps of a turn
 class Calls:
     """An environment that answers `calls` turns of the model, each after a random wait of up to `delay_s` seconds.
 
-    With `slow` above 0, that share of the answers takes `delay_s`, and the others take no time. A turn is half to one
-    and a half times as long as the mean; all turns of a sample have `sampled` tokens together.
+    With `slow` above 0, the share `slow` of the answers takes `delay_s`, and the others take no time. A turn is half to
+    one and a half times as long as the mean; all turns of a sample have `sampled` tokens together.
     """
 
     async def run(self, task: Any, model: Any) -> None:

@@ -113,7 +113,7 @@ def job_name(name: str, limit: int, flag: str = "--name") -> str:
     """Returns `name` if Kubernetes accepts it as the start of pod and host names.
 
     Args:
-      name: the name asked for.
+      name: the requested name.
       limit: characters left once Kubernetes has appended role, slice and host.
       flag: flag that gave the name, for the message.
 
@@ -130,7 +130,7 @@ def job_name(name: str, limit: int, flag: str = "--name") -> str:
 
 
 def environment(pairs: Sequence[str]) -> dict[str, str]:
-    """Returns podrl's environment in a pod, with the user's NAME=VALUE pairs over it.
+    """Returns podrl's environment in a pod, with the user's NAME=VALUE pairs added or put in place of its values.
 
     Raises:
       ValueError: a pair has no '=' or a bad name, gives the job's secret, or has a value that breaks xpk's template.

@@ -137,7 +137,7 @@ class Elsewhere:
 
 
 class SavedByRun:
-    """Base of classes that lack the methods by which transformers and TRL save a model: a run of podrl saves it."""
+    """Base of classes that lack transformers' and TRL's methods to save a model, because a run saves the model."""
 
     _way = (
         "RLTrainingConfig(checkpoint_root_directory=RUN) saves the run, and `python -m podrl.export --workdir=RUN "

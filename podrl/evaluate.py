@@ -3,9 +3,9 @@
     python -m podrl.evaluate --model=DIR|RUN --sets=NAME=FILE.jsonl,... --out=DIR [--compare=DIR|RUN --n=4 ...]
 
 --config.reward.KEY=VALUE (code.cpu_s, deadline_s, judge.url, ...) sets the reward functions in --fns, as in a job.
-Arguments that are not listed here are passed on to podrl.generate, which completes the sets. The completions
-are in DIR/NAME.model.jsonl, those of --compare in DIR/NAME.compare.jsonl; after an interruption, the same command
-continues. DIR/result.json holds the scores, with 95% intervals.
+Arguments that are not listed here are passed on to podrl.generate, which completes the sets. The completions of --model
+are in DIR/NAME.model.jsonl, and the completions of --compare are in DIR/NAME.compare.jsonl; after an interruption, the
+same command continues. DIR/result.json holds the scores, with 95% intervals.
 """
 
 import argparse
@@ -280,7 +280,7 @@ def _settings_of_run(path: str, section: str) -> ConfigValues | None:
 
 
 def fields_of_run(path: str) -> dict[str, str]:
-    """Finds the names of the fields with question and answer in the records of a model's run.
+    """Finds the names of the question field and the answer field in the records of a model's run.
 
     Args:
       path: directory of a run or of a model; the directory of an exported model has only the question field's name.

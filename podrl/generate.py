@@ -328,7 +328,7 @@ class OutputFile:
         self.done: dict[int, tuple[int, int]] = {}
         self._header = json.dumps({"podrl.generate": dict(settings)}).encode() + b"\n"
         raw = self.partial.read_bytes() if self.partial.exists() else b""
-        self._end = raw.rfind(b"\n") + 1  # the bytes behind are a line that was cut off; they are overwritten
+        self._end = raw.rfind(b"\n") + 1  # bytes after this place are a line that was cut off; they are overwritten
         if raw.count(b"\n") > 1:
             self._take(raw[: self._end], settings)
         else:

@@ -94,8 +94,8 @@ def apart(stacks: Sequence[Stack], *, indexed: bool) -> tuple[list[Stack], list[
 
     Args:
       stacks: the leaves of each kind of layer.
-      indexed: True if `fetched_layer` reads the leaves that wait in the host's memory. Compilers for TPUs cannot
-        reshape such leaves, as scans over repeated patterns of layers do.
+      indexed: True if `fetched_layer` reads the leaves that wait in the host's memory. Scans over repeated patterns of
+        layers would reshape these leaves, and compilers for TPUs cannot do that.
     """
     waiting: list[Stack] = [{name: x for name, x in stack.items() if indexed and waits(x)} for stack in stacks]
     both = zip(stacks, waiting, strict=True)

@@ -51,8 +51,8 @@ class ClusterConfig:
 
     Attributes:
       role_to_mesh: mesh of every role that is used; two roles with the same mesh are colocated. The reference must
-        share the actor's mesh. By default the critic and the teachers use the actor's mesh, the reward model the
-        rollout's.
+        share the actor's mesh. By default the critic and the teachers use the actor's mesh, and the reward model uses
+        the rollout's mesh.
       training_config: steps, optimizer, batch sizes.
       rollout_config: sampling and engine settings; a mapping gives settings for each Mode, training and evaluation. One
         engine samples for both modes, so their settings may differ only in temperature, top_p, top_k, min_p and

@@ -88,7 +88,8 @@ class WeightSync:
             previous policy becomes invalid, even if this call fails.
 
         Returns:
-          The policy on this process's part of the rollout mesh; without weights on a process without that mesh.
+          The policy on this process's part of the rollout mesh. On a process without devices of the rollout mesh the
+          policy holds no weights.
         """
         actor = self._actor
         if self._base_publisher is not None and self._base is None:

@@ -113,7 +113,7 @@ class ModelSource:
         return path
 
     def tokenizer(self, directory: str) -> Place:
-        """Returns the tokenizer's directory: `directory` (the key tokenizer), or the model's own if that is ''."""
+        """Returns the tokenizer's directory: `directory` (the key tokenizer), or the model's directory if it is ''."""
         if directory:
             return locate(hub.local(directory))
         return TINY if self.path == SCRATCH else self.directory
@@ -138,7 +138,7 @@ class ScratchModel:
       max_length: tokens of the longest sequence.
       experts: number of feed-forward experts of a layer; `chosen` of them compute each token. 0 makes a dense model.
       chosen: number of experts that compute a token.
-      linear: number of layers of linear attention before each layer of full attention; 0 makes a model without them.
+      linear: number of layers of linear attention before each layer of full attention; 0 for no linear attention.
     """
 
     num_layers: Count = 3
@@ -227,7 +227,7 @@ class JobKind:
       settings: dataclass of the algorithm's section of the configuration.
       algorithm: algorithm that the loop trains with (podrl.learner.loop.Algorithm).
       stream: function (job, tokenizer) -> stream of batches of data.
-      form: function that refuses records of another form than the algorithm learns from; None for prompts.
+      form: function that refuses records whose form the algorithm cannot learn from; None for prompts.
       answers: number of sequences from data in each item of a batch; 0 if sequences are generated.
       base: values of keys, in nested mappings, that a configuration of this kind starts from instead of the defaults.
     """
@@ -324,7 +324,7 @@ class Job:
       algo: settings of the algorithm, which are the section under its name.
       algorithm: 'sft', 'dpo', 'orpo', 'kto', 'reward_model', or a preset of podrl.algorithms.presets.
       seed: seed of random weights, adapters, and sampling; the order of the data follows data.seed.
-      fake_devices: CPU devices to fake; 0 for the machine's own.
+      fake_devices: number of CPU devices to fake; 0 uses the machine's own devices.
       compile_cache: directory that keeps compiled programs, or 'auto', or '' to keep none.
       tokenizer: directory of the tokenizer, or the name of a checkpoint that comes with podrl; '' for the tokenizer of
         the model ('tiny' with model.path='scratch').
@@ -372,7 +372,7 @@ class Job:
 
     @property
     def kept_versions(self) -> int:
-        """Number of weight versions that a trainer keeps under `topology=split`: all that a rollout host may request.
+        """Number of weight versions that a trainer keeps under `topology=split`, because rollout hosts may need them.
 
         Samples in flight are drawn by the newest `max_staleness` + 1 versions. One more version is for a host that was
         told its first version just before the trainers went on.
@@ -825,7 +825,7 @@ def with_prompt_length(values: ConfigValues, tools: Sequence[ToolSchema] = ()) -
     """Replaces rollout.max_prompt_length=0 by the longest prompt of the data, and checks that the model exists.
 
     The system prompt of env.system_prompt_file, if there is one, becomes the system prompt of the data;
-    `_with_system_prompts` decides all others.
+    `_with_system_prompts` decides all other system prompts.
 
     Where no key names reward functions, problems of reasoning-gym get the scorer of their dataset.
 

@@ -167,7 +167,7 @@ def about_job(job: Job, on: Meshes, pod: Pod | PlannedPod | None = None, code: s
 
 
 def weight_lines(job: Job, on: Meshes, pod: Pod | PlannedPod | None) -> list[str]:
-    """Describes the copies of the weights besides the trained ones."""
+    """Describes the copies of the weights that exist besides the trained weights."""
     if not job.model.path and not job.model.size:
         return []
     trees = copies(job, on.trainer, on.rollout)
@@ -179,7 +179,7 @@ def weight_lines(job: Job, on: Meshes, pod: Pod | PlannedPod | None) -> list[str
 
 
 def _sources(job: Job) -> Table:
-    """Makes a table of a mixture's sources: the share of each in the draws, and counts of its records."""
+    """Makes a table of a mixture's sources: each source's share of the draws, and counts of its records."""
     rows = split(job.data, job.kind.form).rows()
     columns = list(dict.fromkeys(name for row in rows for name in row))
     table = [[f"{v:.1%}" if (v := row.get(c, 0)) and c == "share" else f"{v}" for c in columns] for row in rows]

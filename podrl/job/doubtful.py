@@ -154,7 +154,7 @@ def _values(job: Job) -> Iterator[str]:
         )
     try:
         opened = split(job.data, job.kind.form)
-    except FileNotFoundError:  # a dry run on another machine than the run's
+    except FileNotFoundError:  # a dry run on a machine that lacks the run's files
         return
     records = sum(len(part.train) for part in opened.parts)
     key = f"{job.section}.batch_size" if job.kind.offline else "rollout.prompts_per_step"

@@ -154,7 +154,7 @@ def _other_defaults(key: Key) -> list[str]:
 
 
 def help_text(prefix: str = "") -> str:
-    """Writes the keys whose path is `prefix`, lies below it, or begins with it, for a terminal.
+    """Writes, for a terminal, the keys whose path is `prefix`, lies below `prefix`, or begins with `prefix`.
 
     Raises:
       ValueError: no key begins with `prefix`; the message names the nearest key.

@@ -1,4 +1,4 @@
-"""Checks, before a model is loaded, that the files and code a job names exist and can read its records."""
+"""Checks, before a model is loaded, that a job's files and code exist, and that the code can read the job's records."""
 
 import contextlib
 import dataclasses
@@ -117,7 +117,7 @@ def check_fit(job: Job, tokenizer: Tokenizer) -> None:
 
 
 def _check_tokens(key: str, directory: str, policy: Tokenizer) -> None:
-    """Checks that a model other than the policy can read the ids of its own tokenizer or, without one, the policy's."""
+    """Checks that a model other than the policy can read the ids of its tokenizer; without one, the policy's ids."""
     own = None
     if key == "model.teachers":
         own = tokenizer_of(directory, policy)

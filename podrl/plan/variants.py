@@ -72,7 +72,7 @@ def programs_of(side: str, setting: Setting) -> list[Program]:
 
 
 def helping(setting: Setting, failed: CompileResult) -> list[Trial]:
-    """Tries each memory option alone on a program that does not fit; if none suffices, all together.
+    """Tries each memory option alone on a program that does not fit; if none suffices, tries all options together.
 
     For a weight move only options that make it smaller are returned, and there may be none.
     """
@@ -231,8 +231,8 @@ def search(
         groups = _in_order(sides[side]) if side == TRAINER else _rollout_candidates(best)
         found: list[tuple[float, Setting]] = []
         fitting: list[str] = []
-        # By mesh: index of the micro-batch that fitted with the previous policy. The previous policy keeps less memory,
-        # so no larger micro-batch can fit now.
+        # By mesh: index of the micro-batch that fitted with the previous policy. The previous policy needs less memory
+        # than this one, so no larger micro-batch can fit now.
         reached: dict[str, int] = {}
         left, leads = most[side], "nothing fits yet"
         for group in groups:
@@ -354,8 +354,8 @@ class _Group:
       family: name of the kind of mesh.
       spare_of: first letters of families' names: if a mesh of one of these families fits, this group is not tried. None
         for a group that is always tried.
-      last: True if the group is tried after the other groups that are always tried, because its policy keeps least and
-        takes longest.
+      last: True if the group is tried after the other groups that are always tried, because its policy keeps the fewest
+        values and takes the longest time.
     """
 
     variants: tuple[Variant, ...]
@@ -430,7 +430,7 @@ def _rollout_candidates(setting: Setting) -> Iterator[_Group]:
     devices = len(topology.devices())
     narrow = _tensors(setting, devices)
     wider = [n for n in _WIDER if devices % n == 0 and setting.model.num_heads % n == 0]
-    crowded = False  # weights on fewer chips would leave little room for keys and values
+    crowded = False  # True if weights on fewer chips would leave little room for keys and values
     for tensor in (*narrow, *wider):
         spec = f"data={devices // tensor}" + (f",tensor={tensor}" if tensor > 1 else "")
         variant = Variant((f"roles.rollout.mesh={spec}",), _meshed(setting, "rollout", spec))

@@ -69,7 +69,7 @@ class Past:
 
     @property
     def section(self) -> str:
-        """Returns the name of the configuration's section of the algorithm: 'grpo' or 'ppo'."""
+        """Returns the name of the algorithm's section in the configuration: 'grpo' or 'ppo'."""
         return "ppo" if self.config.get("algorithm") == "ppo" or "ppo" in self.config else "grpo"
 
     @property

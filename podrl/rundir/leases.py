@@ -63,7 +63,7 @@ class Lease:
     host: int
 
     def key(self, kind: str) -> str:
-        """Returns the channel's key for a result of this lease, of a kind such as 'header' (batch), 'scores' (eval)."""
+        """Returns the channel's key for a result of this lease; `kind` is 'header', 'whole' (batches) or 'scores'."""
         return f"{kind}/{self.task}/{self.first}-{self.last}"
 
 
@@ -287,7 +287,7 @@ class LeaseServer(Leases):
         self._starts: dict[int, Callable[[], dict[str, Any]]] = {}
         self._change = 0
         self._dropped = 0  # number of the last change that is no longer offered
-        self._change_of_batch: dict[int, int] = {}  # by step: number of the change that announced its batch
+        self._change_of_batch: dict[int, int] = {}  # by step: number of the change that announced the step's batch
         self.reassigned = 0
         self.regroup: Callable[[], None] = lambda: None
 

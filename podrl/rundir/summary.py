@@ -70,7 +70,7 @@ def write_summary(workdir: pathlib.Path, extra: JsonObject) -> JsonObject:
 def _starts_and_wall_seconds(workdir: pathlib.Path, last: int) -> dict[str, float]:
     """Returns the number of starts of the run, and the wall seconds from the first and from the newest start to now.
 
-    A start that continues from the last step trains nothing, so the seconds in an earlier summary.json stay.
+    A start that continues from the last step trains nothing. It keeps the seconds of an earlier summary.json.
     """
     if not (starts := gauges.read_starts(workdir)):
         return {}

@@ -1,4 +1,4 @@
-"""Writes and reads a run's trace: one columnar file per step, with all tokens of its samples and numbers of each."""
+"""Writes and reads a run's trace: one columnar file per step, with all tokens of its samples and numbers per token."""
 
 import dataclasses
 import io

@@ -4,11 +4,11 @@ Every process is an endpoint. It offers messages, which other processes read by 
 read of a key that is not offered yet waits at the endpoint that will offer it. A request is sent again until it is
 answered, so an endpoint that was unreachable for a while still gets it; any request may therefore be served twice.
 
-Every request names the endpoint that sends it and the endpoint that it is for, by random numbers that endpoints draw
-when they start. So two endpoints cannot disagree about whether they are connected. An endpoint that was given up
-(`give_up`) is served nothing more: the answer to any of its requests tells it so. An endpoint that has taken over the
-address of another one (the next run of the same command) refuses requests for its predecessor. Either answer counts as
-the loss of the connection.
+Every request names its sender and its receiver by random numbers, which endpoints draw when they start. So two
+endpoints cannot disagree about whether they are connected. An endpoint that was given up (`give_up`) is served nothing
+more: the answer to any of its requests says that it was given up. An endpoint that has taken over the address of
+another one (the next run of the same command) refuses requests for its predecessor. Either answer counts as the loss of
+the connection.
 
 A stranger can do little harm. Until a connection has proved that it holds the job's key, a frame may not be longer than
 PIECE (longer messages are cut into pieces of that length), and the connection ends after HANDSHAKE_S. A connection that
@@ -215,13 +215,13 @@ class Channel:
         """Calls `on_lost` once, on the channel's thread, when an endpoint can no longer be reached.
 
         An endpoint counts as lost when the connection to it breaks and stays broken, when the connection is not
-        established within `within_s` seconds, when another endpoint answers at its address, or when it has given this
-        endpoint up.
+        established within `within_s` seconds, when another endpoint answers at the same address, or when the endpoint
+        has given this one up.
         """
         self._do(lambda: self._link((address, 0)).watch(on_lost, within_s))
 
     def give_up(self, number: str) -> None:
-        """Refuses all requests of an endpoint from now on, and all its requests that already wait for an answer.
+        """Refuses all further requests of an endpoint, and all its requests that already wait for an answer.
 
         Args:
           number: attribute `number` of the other endpoint.
@@ -447,7 +447,7 @@ class Channel:
 
 
 class _Link:
-    """A connection to one other endpoint, which notices when it breaks."""
+    """A connection to one other endpoint; notices when the connection breaks."""
 
     _PATIENCE_S = 3.0
 

@@ -61,10 +61,10 @@ class LocalPod:
         Args:
           command: command of every process.
           hosts: role of every process.
-          replace_rollouts: True if the job goes on after a process that does not train was killed or ended with 42.
+          replace_rollouts: True if the job goes on when a process that does not train is killed or ends with 42.
           environment: environment of every process. The variables that give a process its place are added, and
             PODRL_SECRET and PODRL_CHANNEL if they are missing.
-          restarts: number of times, over all processes, that a process that does not train is started again.
+          restarts: number of restarts that all processes that do not train may have together.
           again: command that starts the job again. The leader prints it; if the leader is killed, it is printed here.
         """
         self._again = again

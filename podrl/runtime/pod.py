@@ -399,7 +399,7 @@ class Pod:
         self._ended.set()
         if self.leads:
             self.channel.put("verdict", Message({"code": code, "text": f"{self.name}: {_first_line(text)}"}))
-            # The service of jax's cluster ends with this process, and its end aborts every process in the cluster. On a
+            # The service of jax's cluster ends with this process, and then every process in the cluster aborts. On a
             # busy host the others need more than _FAREWELL_S to print why they end.
             self._await_others(_LAST_WORDS_S)
         else:

@@ -8,7 +8,7 @@ from typing import IO, Any
 
 _AGAIN = (408, 409, 425, 429)  # status codes, besides every 5xx, after which a request is worth repeating
 _MOST_BYTES = 64 << 20
-# A TimeoutError raised in one of these modules is the network's; other modules raise it for reasons of their own.
+# A TimeoutError raised in one of these modules comes from the network; other modules raise it for their own reasons.
 _NETWORK = {"socket", "ssl", "http", "urllib", "anyio", "httpcore"}
 
 
@@ -75,7 +75,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
         yield error
         if isinstance(error, urllib.error.HTTPError):
             return  # the service answered, so the network did not fail
-        reason: Any = getattr(error, "reason", None)  # urllib's
+        reason: Any = getattr(error, "reason", None)  # urllib sets it
         wrapped = reason if isinstance(reason, BaseException) else error.__cause__
         if wrapped is None and not error.__suppress_context__:
             plain = type(error).__module__ == "builtins" and not isinstance(error, OSError)

@@ -517,7 +517,7 @@ def _stop(traced: trace.TracedStep, b: int) -> str:
 def _mismatch(traced: trace.TracedStep, b: int) -> float | None:
     """Returns the mean distance between the trainer's and the sampler's log-probabilities of a sample, in nats.
 
-    Returns None if the trainer's are not known.
+    Returns None if the trainer's log-probabilities are not known.
     """
     first = int(traced.first[b])
     there = slice(first, first + int(traced.samples["length"][b]))
