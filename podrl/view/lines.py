@@ -1,4 +1,4 @@
-"""Reads the growing files of JSON lines in a run directory: an update reads only new lines, and counts damaged lines."""
+"""Reads the growing files of JSON lines in a run directory: an update reads only new lines and counts damaged lines."""
 
 import json
 import threading
