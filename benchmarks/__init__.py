@@ -1,1 +1,1 @@
-"""The benchmarks of a checkout, which no wheel holds: `python -m benchmarks`."""
+"""The benchmarks, `python -m benchmarks`; only a checkout has them, because wheels leave them out."""

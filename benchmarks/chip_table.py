@@ -9,7 +9,7 @@ Results = Mapping[str, Mapping[str, Any]]  # a part's name to its result, which 
 
 
 def table(results: Results) -> str:
-    """Writes the page: the device, then a section for each kind of part; a part that failed has its last line.
+    """Writes the page: the device, then a section for each kind of part; for a failed part, its last line of output.
 
     Args:
       results: results of the parts by name; the part "device" must have figures.
@@ -59,7 +59,7 @@ def _share(part: float, whole: float) -> str:
 
 
 def _decode(figures: Mapping[str, Any], device: Mapping[str, Any]) -> Sequence[str]:
-    """Compares the time with the least: every step reads weights, live keys and values once at the memory's rate."""
+    """Compares a step's time with the least time: reading weights, live keys and values once at the memory's rate."""
     rate = device["hbm_rate_vendor"] or device["hbm_rate"]
     least_s = least_bytes(figures, device["devices"]) / rate
     return (

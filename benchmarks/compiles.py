@@ -1,4 +1,4 @@
-"""Compiles every program of the shipped configurations for each TPU, without one: `python -m benchmarks compiles`."""
+"""Compiles all programs of the shipped configurations for each TPU, without a TPU: `python -m benchmarks compiles`."""
 
 import argparse
 import dataclasses
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 CHIPS = ("v5e", "v5p", "v6e", "tpu7x")
-# Topologies of one host of four chips, and of two.
+# Topologies of one host with four chips, and of two such hosts.
 _HOSTS = {2: ("2x2", "2x4"), 3: ("2x2x1", "2x2x2")}
 
 
@@ -19,7 +19,7 @@ class Case:
     """A job whose programs are compiled; meshes leave a size open, because a chip of tpu7x has two devices.
 
     Attributes:
-      config: the configuration, as after --config.
+      config: value of --config that names the configuration.
       hosts: number of hosts with four chips for the trainer, and the same number for the rollout: 1 or 2.
       changes: values of keys.
       programs: beginnings of the names of the programs to compile; () for all. Other cases compile the rest.
@@ -63,7 +63,7 @@ CASES = {
         changes=_SHARED | {"roles.trainer.mesh": "fsdp=-1,seq=2"},
         programs=("train step", "reference"),
     ),
-    # The teacher is the policy's own checkpoint; with its advantages alone the programs are those of `default`.
+    # The teacher is the policy's own checkpoint. If it only gave advantages, the programs would be those of `default`.
     # The programs that score likely ids are left out: on tpu7x, a failed check of libtpu 0.0.42 ends the process.
     "teacher_top_k": Case("grpo_gemma.py", changes=_TAUGHT | {"grpo.teacher_kl": "top_k"}, programs=_UPDATE),
     "teacher_full": Case("grpo_gemma.py", changes=_TAUGHT | {"grpo.teacher_kl": "full"}, programs=_UPDATE),
@@ -121,9 +121,10 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
     """Compiles the programs of the cases for the chips with the TPU compiler, and counts their work; runs none.
 
     Returns:
-      With --json 'programs', which has for each compiled program: case, program, topology, peak_bytes and hbm_bytes of
+      With --json: 'programs', which has for each compiled program: case, program, topology, peak_bytes and hbm_bytes of
       a chip (the bytes that the program uses and may use), fits, moved_bytes (of HBM, read and written), sent_bytes and
-      collectives (by kind) of one execution, and seconds and processor time of compiling. Without it a line a program.
+      collectives (by kind) of one execution, and seconds and processor time of compiling. Without --json: a line for
+      each program.
 
     Raises:
       ValueError: libtpu is not installed.

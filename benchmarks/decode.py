@@ -1,4 +1,4 @@
-"""Counts a decode step's reads of a TPU's memory and its collectives, without a TPU: `python -m benchmarks decode`."""
+"""Counts a decode step's collectives and reads of a TPU's memory, without a TPU: `python -m benchmarks decode`."""
 
 import argparse
 import os
@@ -40,7 +40,8 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
     Returns:
       kernel (True if attention is a kernel),
       peak_bytes and prefill_peak_bytes (of one chip), hbm_bytes (that a program may use), fits, compile_seconds,
-      weight_bytes (of one chip, without tables of which a token reads one row; experts count as if each had a token),
+      weight_bytes (of one chip, without tables from which a token reads one row; all experts count as if each had a
+      token),
       state_bytes (of the lanes' linear attention on one chip), and for every number of sampled tokens kv_bytes (live
       keys and values of one chip, prompts counted once per group), read_bytes (per step), ratio (read_bytes over
       weights, states and live keys and values),

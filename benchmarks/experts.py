@@ -1,4 +1,4 @@
-"""Compares a model with experts to a dense one of equal active parameters, in turn: `python -m benchmarks experts`."""
+"""Compares a model with experts to a dense model of equal active parameters: `python -m benchmarks experts`."""
 
 import argparse
 import statistics
@@ -16,8 +16,9 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
     """Times updates and generations of both models in turn, on random samples and prompts of the default job's lengths.
 
     Returns:
-      update_ratio, decode_ratio: median over the rounds of the processor time with experts over that of the dense
-      model; the same names with `_wall`: for wall time; and each model's medians of both times, in milliseconds.
+      update_ratio, decode_ratio: processor time with experts divided by processor time of the dense model, median of
+      the rounds. The same names with `_wall`: the ratios of wall times. And each model's medians of both times, in
+      milliseconds.
     """
     parser = argparse.ArgumentParser(prog="python -m benchmarks experts", description=__doc__)
     parser.add_argument("--experts", default="8:2", metavar="COUNT:CHOSEN", help="see benchmarks step --help")

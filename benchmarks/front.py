@@ -182,7 +182,7 @@ def _text(rng: random.Random) -> str:
 
 
 def _answer(turns: int, tokens: int) -> Answer:
-    """Makes an answer that calls a tool; its prompt has about as many tokens as the one of `_request`."""
+    """Makes an answer that calls a tool; its prompt has about as many tokens as the prompt of `_request`."""
     rng = random.Random(0)
     prompt = [rng.randrange(150_000) for _ in range(1500 * turns)]
     sampled, logprobs = prompt[:tokens], [-rng.random() for _ in range(tokens)]

@@ -50,7 +50,7 @@ def _flops(figures: Mapping[str, Any]) -> float:
 
 
 def _decoded(figures: Mapping[str, Any]) -> float:
-    """Counts operations of a generation: 2 for each float32 weight and sampled token, plus those of attention.
+    """Counts operations of a generation: 2 for each float32 weight and sampled token, plus the operations of attention.
 
     With two query heads for each key head, a query takes one operation for each byte of a live token's keys and values.
     """

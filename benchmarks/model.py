@@ -28,7 +28,7 @@ def add_options(parser: argparse.ArgumentParser, **sizes: int) -> None:
 
 
 def model_of(args: argparse.Namespace) -> Any:
-    """Builds the ModelConfig that the options describe: a published size, or one like Gemma 2.
+    """Builds the ModelConfig that the options describe: a model of a published size, or a model like Gemma 2.
 
     Raises:
       ValueError: the size is unknown, --experts is given with a published size, or experts cannot be equally wide.

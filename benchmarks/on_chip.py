@@ -153,7 +153,7 @@ class Host:
         return (self._clock() - self._started) / 60
 
     def measure_all(self, wanted: Sequence[Part]) -> tuple[dict[str, Any], list[Part]]:
-        """Runs the parts without a result that fit into the time: (results by name, parts that did not fit)."""
+        """Runs the parts that have no result yet and fit into the time: (results by name, parts that did not fit)."""
         found, left = {}, []
         for part in wanted:
             kept = self._kept(part)

@@ -40,10 +40,10 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
       (a replacing move, with checksums on both meshes and their comparison); bytes_moved (between devices); gb_s (bytes
       read at the source once plus bytes written at the target, over the median); peak_extra_bytes (memory beyond both
       trees during a move that replaces; on CPU of the whole process, otherwise of the fullest device), bucket_bytes (of
-      all); compiles_after_first; device_put_ms (cast on the source mesh, then jax.device_put); memcpy_gb_s
+      all buckets); compiles_after_first; device_put_ms (cast on the source mesh, then jax.device_put); memcpy_gb_s
       (numpy.copyto of as many bytes as the source tree has, read plus written); memcpy_share (gb_s over memcpy_gb_s);
       speedup (device_put_ms over median_ms); cpu_ms and device_put_cpu_ms (processor time of this process for a move
-      and for a device_put, on which other programs have less effect). With --local_processes, the figures of
+      and for a device_put; other programs affect it less than wall time). With --local_processes, the figures of
       `benchmarks.reshard_pod.run` instead.
     """
     args = _parser().parse_args(argv)

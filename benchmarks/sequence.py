@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.model import fake_devices, model_of
 
-# Nothing runs, so machine code for CPUs is made with least effort; the counted text comes from before that step.
+# Nothing runs, so machine code for CPUs is made with least effort; XLA makes the counted text before the machine code.
 _LEAST_EFFORT = {"xla_backend_optimization_level": 0}
 
 
@@ -18,8 +18,8 @@ def count(args: argparse.Namespace) -> dict[str, Any]:
 
     Returns:
       counted_hbm_bytes, counted_sent_bytes (over links), counted_collectives (by kind: executions and bytes sent) and
-      peak_bytes without `seq`, and with `seq` under the same names after 'seq_'; counted_hbm_ratio, counted_sent_ratio
-      and peak_ratio (with `seq` over without); mesh and seq_mesh.
+      peak_bytes without `seq`, and with `seq` under the same names behind 'seq_'; counted_hbm_ratio, counted_sent_ratio
+      and peak_ratio (value with `seq` divided by value without it); mesh and seq_mesh.
 
     Raises:
       ValueError: `--seq` does not divide the mesh's fsdp, or the topology has another size than the mesh.

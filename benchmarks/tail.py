@@ -71,7 +71,8 @@ class _Played:
 def _predicted(windows: Sequence[_Played], others: Sequence[_Played]) -> float:
     """Predicts the mean processor seconds of windows from the median speeds of other windows.
 
-    The other windows' processor seconds are divided among prefill, decode steps and the rest as the engine's seconds.
+    The processor seconds of the other windows are divided among prefill, decode steps and the rest in the proportions
+    of the engine's seconds.
     """
 
     def speed(seconds: Any, count: Any) -> float:

@@ -19,8 +19,8 @@ _COUNTED = 8  # steps of a turn
 class Calls:
     """An environment that answers `calls` turns of the model, each after a random wait of up to `delay_s` seconds.
 
-    With `slow` above 0, that share of the answers takes `delay_s`, and the others take no time. A turn is half to one
-    and a half times as long as the mean; all turns of a sample have `sampled` tokens together.
+    With `slow` above 0, the share `slow` of the answers takes `delay_s`, and the others take no time. A turn is half to
+    one and a half times as long as the mean; all turns of a sample have `sampled` tokens together.
     """
 
     async def run(self, task: Any, model: Any) -> None:
@@ -51,9 +51,9 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
       of_plain (seconds with calls over seconds of plain samples and prefill), of_context, cpu_of_plain, cpu_of_context
       (the same quotients of CPU time: comparable where the machine is shared), seconds, plain_seconds, prefill_seconds
       (medians of runs that take turns), tokens, calls, given_tokens (of the tools' outputs), prefill_per_given (tokens
-      that prefill computed for each of them), decode_steps, decode_steps_plain, lane_utilisation (sampled tokens over
+      that prefill computed per given token), decode_steps, decode_steps_plain, lane_utilisation (sampled tokens over
       lane places of all decode steps), lane_utilisation_plain, host_seconds_per_call (CPU time of this process's Python
-      threads, above the plain samples'), spills, compiles; with --slow, the figures of `_stale` instead.
+      threads, beyond their time for plain samples), spills, compiles; with --slow, the figures of `_stale` instead.
     """
     parser = rollout.make_parser(prog="python -m benchmarks tools", description=__doc__)
     parser.set_defaults(mesh="data=1", max_new=128)

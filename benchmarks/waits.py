@@ -28,7 +28,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def run(argv: Sequence[str]) -> dict[str, Any]:
-    """Plays a run's lengths with the model, at the seconds that device calls, updates and moves took in it.
+    """Plays a run's lengths with the model, at the seconds that device calls, updates and moves took in the run.
 
     The lengths of samples and prompts come from the run. The seconds of a decode step, a prefill call, an update, a
     move, the rewards and a window's other work come from the same run, or from the run of --speeds. What a window
@@ -69,7 +69,7 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
 
 
 class _Seen:
-    """Reads what a run measured in its steps after the first ones.
+    """Reads the measurements of a run, except those of its first steps.
 
     Attributes:
       staleness, load: staleness and load of the run.

@@ -25,7 +25,7 @@ _SECRET = re.compile(r"(^|_)(SECRETS?|TOKENS?|PASS(WD|WORD|PHRASE)?|CREDENTIALS?
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
-    """Formats help as podrl.runtime.arguments does, which launch/ may not import: see there."""
+    """Formats help like podrl.runtime.arguments (see there), because launch/ may not import podrl."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         default = action.default
@@ -91,8 +91,8 @@ def preempted_pod_rules(container: str) -> list[dict[str, Any]]:
 def preempted_rule(job: str) -> dict[str, Any]:
     """Builds the rule of a JobSet's failurePolicy by which restarts after a preemption are not counted.
 
-    JobSet 0.10 recognises `preempted_pod_rules` by the message of Kubernetes about the rule that a pod matched. This
-    rule must stand before others that match the reason PodFailurePolicy.
+    JobSet 0.10 recognises `preempted_pod_rules` by the message of Kubernetes about the rule that a pod matched. The
+    returned rule must stand before other rules that match the reason PodFailurePolicy.
 
     Args:
       job: name of the replicated job whose Jobs have these rules.
@@ -113,7 +113,7 @@ def job_name(name: str, limit: int, flag: str = "--name") -> str:
     """Returns `name` if Kubernetes accepts it as the start of pod and host names.
 
     Args:
-      name: the name asked for.
+      name: the requested name.
       limit: characters left once Kubernetes has appended role, slice and host.
       flag: flag that gave the name, for the message.
 
@@ -130,7 +130,7 @@ def job_name(name: str, limit: int, flag: str = "--name") -> str:
 
 
 def environment(pairs: Sequence[str]) -> dict[str, str]:
-    """Returns podrl's environment in a pod, with the user's NAME=VALUE pairs over it.
+    """Returns podrl's environment in a pod, with the user's NAME=VALUE pairs added or put in place of its values.
 
     Raises:
       ValueError: a pair has no '=' or a bad name, gives the job's secret, or has a value that breaks xpk's template.

@@ -4,13 +4,13 @@
     --image=REGISTRY/podrl:1 --workdir=gs://bucket/run [--apply] [-- --config.trainer.learning_rate=1e-6]
 
 Without --apply the manifest is printed and nothing else happens; with --apply --dry_run the kubectl command is printed
-after it. The key that encrypts the hosts' channel, and variables of --env whose names sound secret, are in a Secret
-that is never printed; a NetworkPolicy lets only the job's own pods reach the hosts. This needs pyyaml here, and in the
-cluster JobSet 0.10 or later (https://jobset.sigs.k8s.io) and, for the queue label, Kueue.
+after the manifest. The key that encrypts the hosts' channel, and variables of --env whose names sound secret, are in a
+Secret that is never printed; a NetworkPolicy lets only the job's own pods reach the hosts. This needs pyyaml here, and
+in the cluster JobSet 0.10 or later (https://jobset.sigs.k8s.io) and, for the queue label, Kueue.
 
 What happens when a pod ends:
-  trainer pod   preempted, which is exit 75 or a pod that the cluster disrupts: all jobs of the set are recreated,
-                however often, and podrl resumes from its checkpoint. Exit 42 or death by signal: the same, at most
+  trainer pod   preempted (it exits with 75, or the cluster disrupts it): all jobs of the set are recreated, however
+                often, and podrl resumes from its checkpoint. Exit 42 or death by signal: the same, at most
                 --max_restarts times. Any other exit code is the user's error: the set fails at once.
   rollout pod   restarted in place by the kubelet; the set goes on. If only this pod gets SIGTERM, it leaves with exit
                 75 after its step and is restarted, too; if no other rollout host is left, it stops the job, which
@@ -338,7 +338,10 @@ def channel_secret(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def network_policy(args: argparse.Namespace) -> dict[str, Any]:
-    """Makes the policy by which only pods of the job and of gke_add.py reach its ports, some without authentication."""
+    """Makes the policy by which only pods of the job and of gke_add.py reach the job's ports.
+
+    Some of these ports have no authentication.
+    """
     pods = {"matchLabels": _labels(args)}
     return {
         "apiVersion": "networking.k8s.io/v1",
@@ -361,7 +364,7 @@ def _without_secret(args: argparse.Namespace, keys: Sequence[str]) -> str:
 
 
 def to_yaml(document: dict[str, Any]) -> str:
-    """Writes the manifest as YAML, without anchors, keys in the order written here."""
+    """Writes the manifest as YAML, without anchors, with keys in the order in which this module writes them."""
     import yaml  # imported here, so that `--help` works without pyyaml
 
     class Plain(yaml.SafeDumper):

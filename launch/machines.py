@@ -80,7 +80,7 @@ class Slices:
 
     @property
     def devices(self) -> int:
-        """Number of JAX devices of all slices; a chip of tpu7x is two."""
+        """Number of JAX devices of all slices; a chip of tpu7x is two devices."""
         return self.chips * self.count * (2 if self.machine.name.startswith("tpu7x") else 1)
 
     @property

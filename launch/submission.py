@@ -104,11 +104,12 @@ class Code:
 def read_code(directory: str | os.PathLike) -> Code:
     """Reads a directory of code, small data and configuration files.
 
-    Files that a .gitignore in the directory names are left out; so are files in `_NEVER`, 'runs' and run directories.
+    Leaves out files that a .gitignore in the directory names, files in `_NEVER`, 'runs' and run directories.
 
     Raises:
-      ValueError: the directory does not exist, is empty, or holds more than CODE_BYTES or CODE_FILES, a symbolic link
-        out of it or to a file that is left out, a directory `podrl`, or anything but files, directories and links.
+      ValueError: the directory does not exist, is empty, or holds more than CODE_BYTES or CODE_FILES. Or it holds a
+        directory `podrl`, a symbolic link out of the directory or to a file that is left out, or anything but files,
+        directories and links.
     """
     root = pathlib.Path(directory).expanduser()
     if not root.is_dir():

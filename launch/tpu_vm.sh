@@ -180,8 +180,8 @@ start() {
   scratch=$(mktemp -d)
   trap 'rm -rf "$scratch"' EXIT
   [[ -z $own_code ]] || sent=("--code=$own_code" "--archive=$scratch/code.tar")
-  # Checks here what the hosts would refuse only after everything is copied and installed. Without python3 here, only
-  # the hosts check it.
+  # Refuses settings here that the hosts would refuse only after everything is copied and installed. Without python3 on
+  # this machine, only the hosts check them.
   [[ -n $join ]] || url=$(python3 "$root/launch/submission.py" "${sent[@]}" -- "${podrl[@]}" 2>"$scratch/refused") || status=$?
   ((status != 3)) || die "$(cat "$scratch/refused")"
   if [[ -n $own_code ]]; then

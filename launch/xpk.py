@@ -6,17 +6,17 @@
 `--dry_run` prints the command and submits nothing; with `--manifest=FILE` xpk writes the JobSet, without a cluster.
 Flags are those of xpk 1.16.0 (https://github.com/AI-Hypercomputer/xpk), installed by `pip install xpk==1.16.0`.
 
-Rollout hosts of their own: a workload whose flags after `--` have --topology=split only trains, and prints the command
-of further workloads, one slice each, that generate for it (--join=NAME). These may come and go:
+Rollout hosts of their own: with --topology=split among the flags after `--`, the workload only trains. The launcher
+then prints the command for further workloads, one slice each, that generate for it (--join=NAME); they may come and go:
 
   python -m launch.xpk --join=podrl --env=PODRL_SECRET_FILE=gs://bucket/run.secret-... --name=podrl-rollout-0 [as above]
 
 What xpk adds, and what it lacks:
   McJAX     one pod per host, all restarted together on exit codes 42, 75 and 127-255, --max_restarts times at most. xpk
             has no flag for restarts that are not counted. So while xpk runs, a program named kubectl stands before the
-            real one on PATH and adds rules to the JobSet that xpk applies: after a preemption, which is exit 75 or a
-            pod that the cluster disrupts, the pods are recreated any number of times. A JobSet's rules cannot be
-            changed once it exists. This needs pyyaml here, and in the cluster JobSet 0.10, which xpk 1.16 installs.
+            real one on PATH and adds rules to the JobSet that xpk applies: after a preemption (a pod exits with 75, or
+            the cluster disrupts it) the pods are recreated any number of times. The rules of an existing JobSet cannot
+            be changed. This needs pyyaml here, and in the cluster JobSet 0.10, which xpk 1.16 installs.
   Pathways  (`create-pathways`) takes no restart codes and its manifest has no restart limit; the grace period reaches
             the workers only. The user container gets JAX_PLATFORMS=proxy and JAX_BACKEND_TARGET from xpk.
 

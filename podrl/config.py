@@ -72,7 +72,7 @@ _CLASSES = {
 
 
 def elsewhere(name: str, group: Mapping[str, object], prefix: str = "") -> str:
-    """Suggests the key of `COMMON_NAMES`, or else all dotted paths at which `group` or a mapping inside it has the key
+    """Suggests the key that `COMMON_NAMES` gives for `name`, or else all dotted paths in `group` that end in the key
     `name`; '' if there is none."""
     common, paths = COMMON_NAMES.get(name, ""), _paths(group)
     places = [common] if common in paths else sorted(path for path in paths if path.rpartition(".")[2] == name)
@@ -137,7 +137,7 @@ class Elsewhere:
 
 
 class SavedByRun:
-    """Base of classes that lack the methods by which transformers and TRL save a model: a run of podrl saves it."""
+    """Base of classes that lack transformers' and TRL's methods to save a model, because a run saves the model."""
 
     _way = (
         "RLTrainingConfig(checkpoint_root_directory=RUN) saves the run, and `python -m podrl.export --workdir=RUN "
@@ -212,7 +212,7 @@ _REFUSED: dict[str, str] = {}
 
 
 def refused(path: str) -> str:
-    """Returns the sentence that names the replacement of a former key or of a key of another system; '' for others."""
+    """Returns the sentence that names the replacement of a former or another system's key; '' for all other keys."""
     return next((advice for pattern, advice in _REFUSED.items() if fnmatch.fnmatchcase(path, pattern)), "")
 
 

@@ -3,9 +3,9 @@
     python -m podrl.evaluate --model=DIR|RUN --sets=NAME=FILE.jsonl,... --out=DIR [--compare=DIR|RUN --n=4 ...]
 
 --config.reward.KEY=VALUE (code.cpu_s, deadline_s, judge.url, ...) sets the reward functions in --fns, as in a job.
-Arguments that are not listed here are passed on to podrl.generate, which completes the sets. The completions
-are in DIR/NAME.model.jsonl, those of --compare in DIR/NAME.compare.jsonl; after an interruption, the same command
-continues. DIR/result.json holds the scores, with 95% intervals.
+Arguments that are not listed here are passed on to podrl.generate, which completes the sets. The completions of --model
+are in DIR/NAME.model.jsonl, and the completions of --compare are in DIR/NAME.compare.jsonl; after an interruption, the
+same command continues. DIR/result.json holds the scores, with 95% intervals.
 """
 
 import argparse
@@ -280,7 +280,7 @@ def _settings_of_run(path: str, section: str) -> ConfigValues | None:
 
 
 def fields_of_run(path: str) -> dict[str, str]:
-    """Finds the names of the fields with question and answer in the records of a model's run.
+    """Finds the names of the question field and the answer field in the records of a model's run.
 
     Args:
       path: directory of a run or of a model; the directory of an exported model has only the question field's name.
@@ -315,7 +315,7 @@ def model_directory(name: str, path: str, out: pathlib.Path) -> str:
 
 
 class Scoring:
-    """Scores completions with reward functions, with their program's rewards, or with the accuracies of answers."""
+    """Scores completions with reward functions, the rewards of the program that made them, or accuracies of answers."""
 
     def __init__(
         self,
@@ -337,7 +337,7 @@ class Scoring:
           n: number of completions per record.
           acts: True if a program or an environment completes the records; it may give rewards.
           question_field, answer_field: names of the fields with the question and the answer in the records; a record
-            without the first may have 'question', 'prompt' or 'messages'.
+            without the question field may have 'question', 'prompt' or 'messages'.
 
         Raises:
           ValueError: a reward function has the name of a score of the program.
@@ -385,7 +385,7 @@ class Scoring:
         """Scores every completion of every record.
 
         The rewards of a program or an environment are the score 'reward'. A completion whose program failed or gave no
-        reward counts as 0 in it, and as 1 in the score 'lost'.
+        reward counts as 0 in the score 'reward', and as 1 in the score 'lost'.
 
         Args:
           records: records that `read` has accepted, each with a list of n completions in "completions".
@@ -401,7 +401,7 @@ class Scoring:
         size = (len(records), self._n)
         rewards = [one.get("reward") for one in completions]
         acted: dict[str, Any] = {}
-        # If no episode ended, the accuracies would hide it: every answer would be wrong.
+        # If no episode ended, every answer would count as wrong, and the accuracies would not show the reason.
         none_ended = self._acts and all(one.get("stop") == "deadline" for one in completions)
         if none_ended or any(reward is not None for reward in rewards):
             acted["reward"] = np.array([0.0 if reward is None else reward for reward in rewards])

@@ -140,8 +140,8 @@ class RunModel:
       tokenizer: directory of the model's tokenizer.
       dtype: name of the dtype of the trained parameters.
       scores: True if the model is a reward model.
-      prompts: settings of `data` with which the run made prompts from questions; None if its sources differ in them, or
-        if they are not recorded.
+      prompts: settings of `data` with which the run made prompts from questions; None if the run's sources have
+        different settings, or if the settings are not recorded.
     """
 
     config: ModelConfig
@@ -190,7 +190,7 @@ def _run_model(raw: ConfigValues) -> RunModel:
 
 
 def _prompts(data: ConfigValues | None) -> JsonObject | None:
-    """Returns the settings with which a run made prompts; None if its sources differ in them, or lack them."""
+    """Returns the settings with which a run made prompts; None if its sources have different settings, or none."""
     if data is None:
         return None
     names = ("system_prompt", "template", "question_field")

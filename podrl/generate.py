@@ -5,8 +5,8 @@
 Each record holds "prompt" (text), "messages" (a conversation for the model's chat template) or, as a task file does,
 "question". If podrl.export wrote --model, a question becomes a prompt in the same way as in that run; otherwise it is
 formatted by the chat template without a system prompt. The output has one line per prompt, in the order of the prompts,
-with the record's other fields and "index", the number of the prompt, unless the record has its own "index". Until all
-prompts are complete, the finished ones are in FILE.jsonl.partial, and the same command continues from there.
+with the record's other fields. A line's "index" is the number of the prompt, unless the record has its own "index".
+Until all prompts are complete, the finished ones are in FILE.jsonl.partial, and the same command continues from there.
 """
 
 import argparse
@@ -328,7 +328,7 @@ class OutputFile:
         self.done: dict[int, tuple[int, int]] = {}
         self._header = json.dumps({"podrl.generate": dict(settings)}).encode() + b"\n"
         raw = self.partial.read_bytes() if self.partial.exists() else b""
-        self._end = raw.rfind(b"\n") + 1  # a line after it was cut when the command ended, and is overwritten
+        self._end = raw.rfind(b"\n") + 1  # bytes after this place are a line that was cut off; they are overwritten
         if raw.count(b"\n") > 1:
             self._take(raw[: self._end], settings)
         else:
@@ -466,7 +466,7 @@ def _env_client(config: env.EnvironmentConfig, tokenizer: Any) -> Iterator[Any]:
 
 
 def _prompts(rows: Sequence[Sequence[int]], wanted: Sequence[int], records: sources.Records, tokenizer: Any) -> Any:
-    """Makes Prompts of some prompts; they keep their numbers among all prompts, on which the random keys depend."""
+    """Makes Prompts of some prompts. They keep their numbers among all prompts, because random keys depend on these."""
     from podrl.data.tokenizer import right_padded
     from podrl.types import Prompts
 

@@ -243,7 +243,7 @@ def _find_cluster(argv: Sequence[str], *, joins: bool = False, planned: bool = F
       planned: True if a dry run shows a pod of several processes, without starting them.
 
     Raises:
-      ValueError: settings that cannot work in this cluster.
+      ValueError: the settings cannot work in this cluster.
     """
     # Nobody joins a dry run, which checks the job on this process's devices.
     alone = joins or planned or (_splits(argv) and _switched_on(argv, "dry_run") and "PODRL_CHANNEL" not in os.environ)
@@ -267,7 +267,7 @@ def _find_cluster(argv: Sequence[str], *, joins: bool = False, planned: bool = F
 
 
 def _hosts(argv: Sequence[str], config: ConfigDict) -> tuple[str, str, str, str]:
-    """Reads the host lists of trainers and rollouts, the rollout mesh, and the evaluation hosts, as overridden."""
+    """Reads the host lists of trainers and rollouts, the rollout mesh, and the evaluation hosts, overrides included."""
     role_settings = config.to_dict().get("roles", {})
 
     def value(role: str, name: str, default: str) -> str:
@@ -324,7 +324,7 @@ def _share_of_devices(argv: Sequence[str], config: ConfigDict, processes: int) -
 
 
 def _command_line(argv: Sequence[str]) -> str:
-    """Writes the shell command that runs this again."""
+    """Writes the shell command that repeats this command."""
     return shlex.join(["python", "-m", "podrl.launch", *argv[1:]])
 
 
@@ -390,7 +390,7 @@ def resolve(config: ConfigDict, argv: Sequence[str]) -> tuple[ConfigValues, list
 def check_flags(argv: Sequence[str]) -> None:
     """Refuses a command line with an unknown flag or key, or with a value that its key cannot hold; starts no device.
 
-    The launchers call this, in a process of its own, before they submit a job.
+    The launchers call this function in a separate process before they submit a job.
 
     Args:
       argv: the command line, the program's name first.

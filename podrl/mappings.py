@@ -33,8 +33,8 @@ EpisodeRecord = Mapping[str, Any]
 # An entry of an episode's 'turns', or of an observation's outside answers: 'by', 'text', 'seconds', 'failed', ...
 TurnRecord = Mapping[str, Any]
 
-# Values per token of a turn or a sample, in base64, as podrl.rollout.partial packs them: 'columns' and 'paused', or
-# 'width' and 'bytes', which are routes.
+# Values per token of a turn or a sample, in base64, as podrl.rollout.partial packs them: 'columns' and 'paused', or for
+# routes 'width' and 'bytes'.
 PackedTokens = Mapping[str, Any]
 
 # A JSON object without a narrower name: the head of a frame between processes, an HTTP body, a file such as

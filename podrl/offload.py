@@ -56,7 +56,7 @@ def base_on_host(frozen: Any, mesh: Mesh, key: str) -> Any:
 
 
 def copier(tree: Any) -> Callable[[Any], Any]:
-    """Builds the program that copies a tree like `tree`, which is in the host's memory, to its devices."""
+    """Builds the program that copies trees like `tree` from the host's memory to their devices."""
     shardings = jax.tree.map(lambda x: x.sharding, tree)
     return jax.jit(lambda tree: jax.tree.map(to_devices, tree, shardings))
 
@@ -67,7 +67,7 @@ def placed(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
 
 
 def on_devices(tree: Any) -> Any:
-    """Copies the arrays of a tree that wait in the host's memory to their devices, each process its own parts.
+    """Copies to the devices the arrays of a tree that wait in the host's memory; each process copies its own parts.
 
     Other arrays are shared. Shapes with placements in the host's memory get the placements on the devices.
     """
@@ -94,8 +94,8 @@ def apart(stacks: Sequence[Stack], *, indexed: bool) -> tuple[list[Stack], list[
 
     Args:
       stacks: the leaves of each kind of layer.
-      indexed: True if `fetched_layer` reads the leaves that wait in the host's memory. Compilers for TPUs cannot
-        reshape such leaves, as scans over repeated patterns of layers do.
+      indexed: True if `fetched_layer` reads the leaves that wait in the host's memory. Scans over repeated patterns of
+        layers would reshape these leaves, and compilers for TPUs cannot do that.
     """
     waiting: list[Stack] = [{name: x for name, x in stack.items() if indexed and waits(x)} for stack in stacks]
     both = zip(stacks, waiting, strict=True)
@@ -103,12 +103,12 @@ def apart(stacks: Sequence[Stack], *, indexed: bool) -> tuple[list[Stack], list[
 
 
 def fetched(tree: Any) -> Any:
-    """Copies the leaves of a traced tree that wait in the host's memory to their devices; the others are as before."""
+    """Copies to the devices the leaves of a traced tree that wait in the host's memory; other leaves stay the same."""
     return jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device) if waits(x) else x, tree)
 
 
 def fetched_layer(stacks: Any, layer: jax.Array) -> Any:
-    """Copies one layer of a traced tree whose leaves wait in the host's memory to their devices.
+    """Copies one layer to the devices, from a traced tree whose leaves wait in the host's memory.
 
     Compilers for TPUs copy a part of such an array only if nothing but an index into its first axis selects the part.
 
@@ -120,7 +120,7 @@ def fetched_layer(stacks: Any, layer: jax.Array) -> Any:
 
 
 def to_devices(x: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """Copies an array (perhaps traced) that `sharding` places in the host's memory to its devices."""
+    """Copies an array (perhaps traced) to its devices from the host's memory, where `sharding` places it."""
     return jax.device_put(x, sharding.with_memory_kind("device"))
 
 

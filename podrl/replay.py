@@ -5,10 +5,10 @@
 The replay starts from the run's newest checkpoint before N, or with --start=0 from its beginning, and repeats the steps
 in between. With rollout.clock='wall', the clock's decisions are read from the run's journal. RUN is only read.
 
-Without --change, the metrics of the step must equal the recorded ones bitwise, and so must the weights if the run has a
-checkpoint of N. With --change, the batch of the step is sampled as in the run, and trained on twice: with the run's
-settings and with the changed ones. The command shows the metrics with changed settings beside the recorded ones, and
-compares the weight and clip of each token between the two trainings.
+Without --change, the metrics of the step must equal the recorded ones bitwise. If the run has a checkpoint of N, the
+weights must be equal, too. With --change, the batch of the step is sampled as in the run, and trained on twice: with
+the run's settings and with the changed ones. The command shows the metrics with changed settings beside the recorded
+ones, and compares the weight and clip of each token between the two trainings.
 
 The run's code, data, model, processes (--local_processes) and kind of devices must be available. Exit code 0: the step
 is equal, or the comparison was shown. 1: the step is different, or the replay was not possible.
@@ -123,7 +123,7 @@ def replay(
     config = {**config, "eval": {**(config.get("eval") or {}), "sets": []}, "log": {**logged, "to": []}}
     (scratch / "recorded.json").write_text(json.dumps(config))
     (scratch / "replay.py").write_text(_CONFIG)
-    problems = min(int((config.get("eval") or {}).get("problems", 0)), 1)  # not 0, which also removes the accuracies
+    problems = min(int((config.get("eval") or {}).get("problems", 0)), 1)  # 0 would remove the accuracies, too
     quiet = (*_QUIET, f"checkpoint.keep={step + 1}", f"eval.problems={problems}", "eval.samples=1")
     again, values = scratch / "run", [f"--config.{value}" for value in quiet]
     _prepare(run, again, start, config)
@@ -189,7 +189,7 @@ def _launch(scratch: pathlib.Path, workdir: pathlib.Path, flags: Sequence[str], 
       is_done: function that returns True once the new run has made the step.
 
     Raises:
-      ValueError: the command ended before.
+      ValueError: the command ended before the new run made the step.
     """
     command = [sys.executable, "-m", "podrl.launch", f"--config={scratch / 'replay.py'}", f"--workdir={workdir}"]
     with (scratch / "output.txt").open("a") as output:

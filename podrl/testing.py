@@ -110,7 +110,7 @@ def check_packing(loss: Loss) -> None:
 
 
 def check_micro_batches(loss: Loss) -> None:
-    """Checks that loss, metrics and gradient of a batch's parts add up to the whole batch's, for any split."""
+    """Checks that loss, metrics and gradient, summed over parts of a batch, equal the values of the whole batch."""
     tokens = sequences(constant_advantage=False)
     arguments = lay_out(tokens, padded_layout(tokens["owner"]))
     *policy, rows = arguments
@@ -137,7 +137,7 @@ def check_no_advantage(loss: Loss, *, but: int = 0) -> None:
 
 
 def check_direction(loss: PolicyLoss) -> None:
-    """Checks that an on-policy step moves no token's likelihood against the sign of its advantage, and moves some."""
+    """Checks that an on-policy step changes likelihoods, and none against the sign of the token's advantage."""
     tokens = sequences()
     layout = packed_layout(tokens["owner"])
     _, _, grad_BT = run(with_old(loss, "current"), lay_out(tokens, layout))

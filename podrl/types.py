@@ -294,7 +294,7 @@ class Batch(Generic[Rows]):
 
 
 def unrouted(batch: Batch[Layout]) -> Batch[Layout]:
-    """Drops the recorded routes from a batch: models other than the policy, and its older states, do not read them."""
+    """Drops the recorded routes from a batch: only the policy reads them, not its older states and not other models."""
     return Batch(dataclasses.replace(batch.rows, route_BTX=None), batch.micro_batches)
 
 

@@ -24,7 +24,7 @@ _DEADLINE_S = 3600.0  # longest time for which verifiers may write records; a ta
 
 
 def write(taskset: str, python: str, out: pathlib.Path, env: Mapping[str, object], limit: int | None) -> int:
-    """Writes a record for each task of a taskset; `out` appears once all are written.
+    """Writes a record for each task of a taskset; `out` appears once all records are written.
 
     Args:
       taskset: name of the taskset.

@@ -33,7 +33,7 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
       With TRL, for each side: SIDE_step_s (seconds of a step, median of the rounds), SIDE_rounds (seconds of a step in
       each round), SIDE_first_reward and SIDE_last_reward (means over the first and the last quarter of the steps) and
       SIDE_tokens (mean length of a completion). Then ratio (TRL's step over podrl's, median of the rounds) and the
-      versions of TRL's packages. With Tunix, what that script prints.
+      versions of TRL's packages. With Tunix, the figures that compare_tunix.py prints.
 
     Raises:
       ValueError: an environment cannot be built, or a side failed; its last lines.

@@ -230,7 +230,7 @@ class Actor:
         return self._noted(self._token_scores(self.params(), batch))
 
     def token_weights(self, batch: Batch[Any]) -> tuple[Array, Array]:
-        """Computes the weight an update would now give every token of a batch: (weight, clipped), each (A, B, T)."""
+        """Computes the weight that an update would now give to each token: (weight, clipped), each (A, B, T)."""
         assert self._token_weights is not None, "prepare(loss, weigh) comes first"
         return self._noted(self._token_weights(self.params(), batch))
 

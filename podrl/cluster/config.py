@@ -51,15 +51,15 @@ class ClusterConfig:
 
     Attributes:
       role_to_mesh: mesh of every role that is used; two roles with the same mesh are colocated. The reference must
-        share the actor's mesh. By default the critic and the teachers use the actor's mesh, the reward model the
-        rollout's.
+        share the actor's mesh. By default the critic and the teachers use the actor's mesh, and the reward model uses
+        the rollout's mesh.
       training_config: steps, optimizer, batch sizes.
       rollout_config: sampling and engine settings; a mapping gives settings for each Mode, training and evaluation. One
-        engine samples for both, so they may differ in temperature, top_p, top_k, min_p and max_tokens_to_generate only.
-        `learner.train(eval_ds=...)` then evaluates with the settings for evaluation.
-      rollout_engine: the decoding engine, unless `rollout_config.engine` names an engine of the user: a name in
-        podrl.cluster.engines.ENGINES ('vanilla' and 'podrl' are names of podrl's engine), or a class with the methods
-        of podrl.rollout.interface.RolloutEngine.
+        engine samples for both modes, so their settings may differ only in temperature, top_p, top_k, min_p and
+        max_tokens_to_generate. `learner.train(eval_ds=...)` then evaluates with the settings for evaluation.
+      rollout_engine: the decoding engine: a name in podrl.cluster.engines.ENGINES ('vanilla' and 'podrl' are names of
+        podrl's engine), or a class with the methods of podrl.rollout.interface.RolloutEngine. It is not used if
+        `rollout_config.engine` names an engine of the user.
     """
 
     role_to_mesh: Mapping[Role, Mesh]

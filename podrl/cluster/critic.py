@@ -20,7 +20,7 @@ from podrl.types import Batch, Layout, TrainState
 
 
 class Critic:
-    """A model of one number per token, with its own optimizer: the value before each token, or the score after it.
+    """A model with its own optimizer that computes one number per token: the value before it, or the score after it.
 
     Attributes:
       model: configuration of the model's trunk.

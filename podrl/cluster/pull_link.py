@@ -17,7 +17,7 @@ _LANES = 4
 
 
 class WeightPublisher(Protocol):
-    """Moves one tree from trainer to rollout; the interface of either side, and of `Publisher`."""
+    """Interface of an object that moves one tree from trainer to rollout: of `_Sender`, `_Receiver` and `Publisher`."""
 
     def publish(self, params: PyTree, version: int, *, replacing: PyTree | None = None) -> Policy: ...
 

@@ -1,4 +1,4 @@
-"""A rollout replica over several hosts: its head sends its calls to the other hosts, which make the same calls.
+"""A rollout replica over several hosts: the head sends each of its calls to the other hosts, and they repeat the call.
 
 The head schedules, scores and answers the trainers. Before it makes a call that touches the replica's mesh (a move of
 weights, a session, a program of the engine), it sends the call to the other hosts, in order; each of them makes the
@@ -85,8 +85,8 @@ def follow(cluster: Any, pod: Pod, run: Run, *, deadline_s: float) -> int:
     Args:
       cluster: this host's part of the models; None if no call touches models.
       pod: the job's processes.
-      run: the run, entered, for its watchdog, profiles and stop signals. This process reports a stop signal to the head
-        (or to the leader, if trainers and rollouts share a cluster).
+      run: the run, inside its `with` block, for its watchdog, profiles and stop signals. This process reports a stop
+        signal to the head (or to the leader, if trainers and rollouts share a cluster).
       deadline_s: the longest wait for the answer to such a report, in seconds.
 
     Returns:

@@ -94,7 +94,7 @@ class RewardModel:
           One score per sample, any range.
 
         Raises:
-          ValueError: a sample is longer than the model was set up for, or its chat template refuses the conversation.
+          ValueError: a sample is longer than the model was set up for, or the model's chat template refuses a sample.
         """
         if self.own is None:
             return self.score(rollouts.tokens_BT, rollouts.length_B)

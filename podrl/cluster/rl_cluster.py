@@ -343,7 +343,7 @@ class RLCluster(SavedByRun):
     def buffer_metrics(self, metrics: Metrics, mode: Mode = Mode.TRAIN) -> None:
         """Adds values by name to the next step's record; several values of one name are averaged.
 
-        The values of pairs (value, function) are not averaged: the function gets the list of them, and returns one.
+        If an entry is a pair (value, function), the values are not averaged: the function reduces their list to one.
         """
         self.metrics.add(metrics, prefix="" if mode is Mode.TRAIN else "eval/")
 

@@ -88,11 +88,12 @@ class WeightSync:
             previous policy becomes invalid, even if this call fails.
 
         Returns:
-          The policy on this process's part of the rollout mesh; without weights on a process without that mesh.
+          The policy on this process's part of the rollout mesh. On a process without devices of the rollout mesh the
+          policy holds no weights.
         """
         actor = self._actor
         if self._base_publisher is not None and self._base is None:
-            # Separate clusters copy the parts that wait in the host's memory when they are pulled.
+            # For separate clusters, the parts that wait in the host's memory are copied when rollouts pull them.
             base = actor.frozen if self._link is not None else offload.on_devices(actor.frozen)
             self._base = self._base_publisher.publish(base if actor.loaded else None, 0).params
         sent = actor.state.params if actor.loaded else None

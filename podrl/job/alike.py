@@ -145,7 +145,8 @@ def facts(job: Job) -> dict[str, str]:
     """Describes each file and package that a job's numbers depend on, besides settings: {name: checksum or version}.
 
     Data files are read completely, as in training. Files of weights, which may take terabytes, are read only in part.
-    Models in a bucket are the same for all hosts; so are data and models of the hub, whose commits are in the settings.
+    Models in a bucket are the same for all hosts. Data and models of the hub are the same, too, because their commits
+    are in the settings.
     """
     found = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
     own = pathlib.Path(__file__).resolve().parent.parent
@@ -188,7 +189,7 @@ def _counts(file: pathlib.Path, root: pathlib.Path) -> bool:
 
 
 def _scripts(text: str) -> set[str]:
-    """Lists the Python files that a setting may name: as a whole, 'FILE.py:NAME', or as words of a command."""
+    """Lists the Python files that a setting may name; its text is 'FILE.py:NAME' or a command with files as words."""
     try:
         words = shlex.split(text)
     except ValueError:
@@ -227,7 +228,7 @@ def _models(job: Job) -> Iterator[tuple[str, str]]:
 
 
 def _of_model(directory: str) -> Iterator[tuple[str, str]]:
-    """Yields (file, description) of a model directory: small files are read whole, and pieces of files of weights."""
+    """Yields (file, description) of a model directory; reads small files whole, and only pieces of weight files."""
     folder = epath.Path(locate(directory))
     if not folder.is_dir():
         return
@@ -309,7 +310,7 @@ def _with_imports(file: pathlib.Path) -> list[pathlib.Path]:
         for node in ast.walk(tree):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
-            for name in names:  # for top folders without modules of their own, which are not searched below
+            for name in names:  # if the top folder holds no modules itself, the loop below does not search it
                 dotted = root.joinpath(*name.split("."))
                 left += [
                     path for path in (dotted.with_name(f"{dotted.name}.py"), dotted / "__init__.py") if path.is_file()

@@ -63,8 +63,8 @@ class TeacherSource:
     """Settings of one teacher of distillation.
 
     Attributes:
-      path: a Hugging Face directory, local or gs://; with another tokenizer than the policy's, tokens are compared by
-        the text that they stand for.
+      path: a Hugging Face directory, local or gs://. If its tokenizer is not the policy's, tokens are compared by the
+        text that they stand for.
       sources: names of the sources in data.sources whose samples the teacher scores; empty for all sources that no
         other teacher scores.
     """
@@ -113,7 +113,7 @@ class ModelSource:
         return path
 
     def tokenizer(self, directory: str) -> Place:
-        """Returns the tokenizer's directory: `directory` (the key tokenizer), or the model's own if that is ''."""
+        """Returns the tokenizer's directory: `directory` (the key tokenizer), or the model's directory if it is ''."""
         if directory:
             return locate(hub.local(directory))
         return TINY if self.path == SCRATCH else self.directory
@@ -133,12 +133,12 @@ class ScratchModel:
       num_heads: query heads of a layer; a multiple of `num_kv_heads`.
       num_kv_heads: key and value heads of a layer.
       head_dim: width of a head.
-      window: number of tokens that every second layer attends to, or every layer with experts; the other layers, and
-        the layers of a model with linear attention, attend to all tokens.
+      window: number of tokens that a layer attends to. It applies to every second layer, and in a model with experts to
+        every layer. The other layers attend to all tokens; a model with linear attention has no such window.
       max_length: tokens of the longest sequence.
       experts: number of feed-forward experts of a layer; `chosen` of them compute each token. 0 makes a dense model.
       chosen: number of experts that compute a token.
-      linear: number of layers of linear attention before each layer of full attention; 0 makes a model without them.
+      linear: number of layers of linear attention before each layer of full attention; 0 for no linear attention.
     """
 
     num_layers: Count = 3
@@ -227,7 +227,7 @@ class JobKind:
       settings: dataclass of the algorithm's section of the configuration.
       algorithm: algorithm that the loop trains with (podrl.learner.loop.Algorithm).
       stream: function (job, tokenizer) -> stream of batches of data.
-      form: function that refuses records of another form than the algorithm learns from; None for prompts.
+      form: function that refuses records whose form the algorithm cannot learn from; None for prompts.
       answers: number of sequences from data in each item of a batch; 0 if sequences are generated.
       base: values of keys, in nested mappings, that a configuration of this kind starts from instead of the defaults.
     """
@@ -324,7 +324,7 @@ class Job:
       algo: settings of the algorithm, which are the section under its name.
       algorithm: 'sft', 'dpo', 'orpo', 'kto', 'reward_model', or a preset of podrl.algorithms.presets.
       seed: seed of random weights, adapters, and sampling; the order of the data follows data.seed.
-      fake_devices: CPU devices to fake; 0 for the machine's own.
+      fake_devices: number of CPU devices to fake; 0 uses the machine's own devices.
       compile_cache: directory that keeps compiled programs, or 'auto', or '' to keep none.
       tokenizer: directory of the tokenizer, or the name of a checkpoint that comes with podrl; '' for the tokenizer of
         the model ('tiny' with model.path='scratch').
@@ -372,7 +372,7 @@ class Job:
 
     @property
     def kept_versions(self) -> int:
-        """Number of weight versions that a trainer keeps under `topology=split`: all that a rollout host may request.
+        """Number of weight versions that a trainer keeps under `topology=split`, because rollout hosts may need them.
 
         Samples in flight are drawn by the newest `max_staleness` + 1 versions. One more version is for a host that was
         told its first version just before the trainers went on.
@@ -584,7 +584,7 @@ def parse(values: ConfigValues) -> Job:
 
 
 def _with_sources(values: ConfigValues, section: str) -> ConfigValues:
-    """Returns the algorithm's section, with the settings that data sources have for themselves under `sources`."""
+    """Returns the algorithm's section, with the entry `sources`: settings of single data sources, by their names."""
     sources = build(DataConfig, values.get("data", {}), "config.data").sources
     own = {source.label: dict(source.grpo) for source in sources if source.grpo}
     settings = values.get(section, {})
@@ -612,7 +612,7 @@ def _check_environments(job: Job) -> None:
 
 
 def _in_own_names(values: ConfigValues) -> ConfigValues:
-    """Translates the aggregation mode from the name in the preset's framework to podrl's."""
+    """Translates the aggregation mode from its name in the preset's framework to its name in podrl."""
     algorithm = values.get("algorithm", "grpo")
     section = section_of(algorithm)
     name = values.get(section, {}).get("loss_agg_mode")
@@ -825,7 +825,7 @@ def with_prompt_length(values: ConfigValues, tools: Sequence[ToolSchema] = ()) -
     """Replaces rollout.max_prompt_length=0 by the longest prompt of the data, and checks that the model exists.
 
     The system prompt of env.system_prompt_file, if there is one, becomes the system prompt of the data;
-    `_with_system_prompts` decides all others.
+    `_with_system_prompts` decides all other system prompts.
 
     Where no key names reward functions, problems of reasoning-gym get the scorer of their dataset.
 
@@ -851,6 +851,6 @@ def with_prompt_length(values: ConfigValues, tools: Sequence[ToolSchema] = ()) -
     if values["rollout"]["max_prompt_length"]:
         return dict(values)
     if not values["tokenizer"] and pathlib.Path(directory, "config.json").is_file():
-        read_config(directory)  # a model of another kind is refused for that, and not for its tokenizer
+        read_config(directory)  # refuses a model of an unknown kind before its tokenizer can be refused
     data = build(DataConfig, values["data"], "config.data")
     return merge(values, {"rollout": {"max_prompt_length": longest_prompt(data, Tokenizer(directory, tools=tools))}})

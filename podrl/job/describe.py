@@ -82,7 +82,7 @@ def role_rows(
 
 
 def _processes(role: str, pod: Pod | PlannedPod | None, shown: int = 8) -> str:
-    """Lists the processes of a role: '4711', or host numbers, each with its process id and any other machine's name."""
+    """Lists the processes of a role: '4711', or host numbers with process ids, and names of other machines."""
     if pod is None:
         return f"{os.getpid()}"
     all_hosts = pod.hosts if isinstance(pod, PlannedPod) else pod.seat.hosts
@@ -167,7 +167,7 @@ def about_job(job: Job, on: Meshes, pod: Pod | PlannedPod | None = None, code: s
 
 
 def weight_lines(job: Job, on: Meshes, pod: Pod | PlannedPod | None) -> list[str]:
-    """Describes the copies of the weights besides the trained ones."""
+    """Describes the copies of the weights that exist besides the trained weights."""
     if not job.model.path and not job.model.size:
         return []
     trees = copies(job, on.trainer, on.rollout)
@@ -179,7 +179,7 @@ def weight_lines(job: Job, on: Meshes, pod: Pod | PlannedPod | None) -> list[str
 
 
 def _sources(job: Job) -> Table:
-    """Makes a table of a mixture's sources: the share of each in the draws, and counts of its records."""
+    """Makes a table of a mixture's sources: each source's share of the draws, and counts of its records."""
     rows = split(job.data, job.kind.form).rows()
     columns = list(dict.fromkeys(name for row in rows for name in row))
     table = [[f"{v:.1%}" if (v := row.get(c, 0)) and c == "share" else f"{v}" for c in columns] for row in rows]
@@ -202,7 +202,7 @@ def data_lines(job: Job) -> list[str]:
     for part in opened.parts:
         if text := system_prompt(part.config):
             fields |= {"system_prompt": None}
-            look = 1 if is_generated(part.config.path) else _LOOK  # to generate many takes seconds, and all are alike
+            look = 1 if is_generated(part.config.path) else _LOOK  # generating takes time; generated records are alike
             firsts = (part.train[i] for i in range(min(len(part.train), look)))
             takes = {takes_system_prompt(record, part.config) for record in firsts}
             before |= {text: None} if True in takes else {}

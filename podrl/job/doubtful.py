@@ -10,7 +10,7 @@ from podrl.environments.config import NONE, TOOLS
 from podrl.job.config import SCRATCH, Job, unset
 from podrl.mappings import ConfigValues
 
-# Settings of the section env that say which environment there is; all others need one.
+# Settings of the section env that say which environment there is; the other settings of env need an environment.
 _NAMES = ("environment", "others", "program", "verifiers", "tools", "mcp", "system_prompt_file")
 _LARGE_RATE = 0.1  # AdamW moves a weight by about the learning rate in each update; weights are of the order 0.01 to 1
 
@@ -36,7 +36,7 @@ def doubtful(job: Job, *, pod: bool = False) -> list[str]:
 
 
 def _unread(job: Job, pod: bool) -> dict[str, tuple[str, ...]]:
-    """Maps each reason why settings are not read by this job to these settings; 'a.*' stands for all keys of a group.
+    """Returns {reason: settings that this job does not read for this reason}; 'a.*' stands for all keys of a group.
 
     A setting is listed only if it is certain that no part of the job reads it.
     """
@@ -105,7 +105,7 @@ def _unread(job: Job, pod: bool) -> dict[str, tuple[str, ...]]:
 
 
 def _of_algorithm(job: Job) -> dict[str, tuple[str, ...]]:
-    """Maps each reason why settings of the algorithm are not read to these settings.
+    """Returns {reason: settings of the algorithm that the job does not read for this reason}.
 
     `PolicyLoss.warnings` names the settings that the policy loss does not read.
     """
@@ -154,7 +154,7 @@ def _values(job: Job) -> Iterator[str]:
         )
     try:
         opened = split(job.data, job.kind.form)
-    except FileNotFoundError:  # a dry run on another machine than the run's
+    except FileNotFoundError:  # a dry run on a machine that lacks the run's files
         return
     records = sum(len(part.train) for part in opened.parts)
     key = f"{job.section}.batch_size" if job.kind.offline else "rollout.prompts_per_step"

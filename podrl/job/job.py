@@ -140,8 +140,8 @@ def build_scorer(job: Job, on: Meshes, trains: bool | None) -> ScorerCluster:
     Args:
       job: the job.
       on: meshes of all roles.
-      trains: under topology=split, where a host sees only its own cluster: True if this process trains; None elsewhere,
-        where the meshes decide.
+      trains: whether this process trains, under topology=split, where a host sees only its own cluster; None elsewhere,
+        because there the meshes decide.
     """
     tokenizer = Tokenizer(job.model.tokenizer(job.tokenizer))
     source: Any = None
@@ -208,7 +208,7 @@ def run(
     profile: str = "",
     code: str = "",
 ) -> int:
-    """Trains the job a configuration describes, or does this process's part of it; returns the exit code.
+    """Trains the job that a configuration describes, or does this process's part of the job; returns the exit code.
 
     Args:
       values: the configuration, as plain nested mappings.
@@ -390,7 +390,7 @@ _LOADERS = {TRAINER: ("model.path", "model.reference", "model.teachers", "model.
 
 @contextlib.contextmanager
 def _open_run(job: Job, workdir: str, pod: Pod | None, command: str) -> Iterator[Run]:
-    """Opens the run directory for a `with` block; an error in it gets a note about the saved step and how to resume."""
+    """Opens the run directory for a `with` block; its errors get a note about the saved step and how to resume."""
     current = _make_run(job, workdir, pod)
     current.command = command
     if pod is not None:

@@ -3,7 +3,7 @@
     python -m podrl.launch --help_config [prefix]       prints the keys, or those below a prefix
     python -m podrl.job.keys FILE                        writes the page of all keys
 
-The meanings are the lines under `Attributes:` in the docstrings of the settings, which is the only place that has them.
+The meanings are written in one place only: under `Attributes:` in the docstrings of the settings.
 """
 
 import dataclasses
@@ -154,7 +154,7 @@ def _other_defaults(key: Key) -> list[str]:
 
 
 def help_text(prefix: str = "") -> str:
-    """Writes the keys whose path is `prefix`, lies below it, or begins with it, for a terminal.
+    """Writes, for a terminal, the keys whose path is `prefix`, lies below `prefix`, or begins with `prefix`.
 
     Raises:
       ValueError: no key begins with `prefix`; the message names the nearest key.

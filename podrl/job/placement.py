@@ -44,7 +44,8 @@ class AuxiliaryConfig:
 
     Attributes:
       mesh: role whose mesh the model shares ('trainer' for a critic or teachers, 'rollout' for a reward model); or a
-        mesh of its own such as 'fsdp=2', whose devices are taken from this role, equally many on each of its hosts.
+        mesh of its own such as 'fsdp=2'. Its devices are taken from the same role, equally many on each of the role's
+        hosts.
     """
 
     mesh: str

@@ -1,4 +1,4 @@
-"""Checks, before a model is loaded, that the files and code a job names exist and can read its records."""
+"""Checks, before a model is loaded, that a job's files and code exist, and that the code can read the job's records."""
 
 import contextlib
 import dataclasses
@@ -55,8 +55,8 @@ def check_models(job: Job, keys: Collection[str]) -> None:
         'model.critic', 'reward.model'.
 
     Raises:
-      ValueError: a directory cannot be used; the message names the key, and what is missing or damaged. Or a mesh cuts
-        experts that the trained model does not have, or into unequal parts.
+      ValueError: a directory cannot be used; the message names the key, and what is missing or damaged. Or a mesh
+        spreads experts, and the trained model has no experts, or the parts would be unequal.
     """
     named = {"model.path": job.model.path, "model.reference": job.model.reference}
     named |= {"model.critic": job.model.critic, "reward.model": job.reward.model}
@@ -86,8 +86,8 @@ def check_models(job: Job, keys: Collection[str]) -> None:
 def check_fit(job: Job, tokenizer: Tokenizer) -> None:
     """Checks that tokenizer, adapters, prompt length and end tokens fit the trained model, and checks other models.
 
-    Every other model must have embeddings for all ids that it will read, and the reward model a head. Warns of a model
-    with another tokenizer that will read the policy's ids.
+    Every other model must have embeddings for all ids that it will read, and the reward model must have a head. Warns
+    of a model that has another tokenizer and will read the policy's ids.
 
     Raises:
       ValueError: one of them does not fit; the message names its key.
@@ -117,7 +117,7 @@ def check_fit(job: Job, tokenizer: Tokenizer) -> None:
 
 
 def _check_tokens(key: str, directory: str, policy: Tokenizer) -> None:
-    """Checks that a model other than the policy can read the ids of its own tokenizer or, without one, the policy's."""
+    """Checks that a model other than the policy can read the ids of its tokenizer; without one, the policy's ids."""
     own = None
     if key == "model.teachers":
         own = tokenizer_of(directory, policy)
@@ -236,7 +236,7 @@ def check_environments(job: Job, *, secrets: bool) -> None:
         named = {"environment": env.environment if tools or env.agent else next(filter(is_own, env.choices))}
         named |= {"max_calls_per_tool": {}, "arguments": {}} if env.mcp else {}
         local = dataclasses.replace(env, tools=tools, mcp=(), **named)
-        # An environment of the user may name servers of its own, which may be elsewhere when a dry run is made.
+        # A user's environment may name servers of its own, and the machine of a dry run may not reach them.
         with contextlib.suppress(ServiceError), Episodes(local, job.reward.limits, journal=None):
             pass
 

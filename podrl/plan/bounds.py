@@ -57,12 +57,12 @@ def _forward(model: ModelConfig) -> float:
 
 
 def least_trainer_seconds(setting: Setting) -> float:
-    """Counts a lower bound of the seconds of the matrix products in the trainer's layers, at the chip's peak.
+    """Counts the least seconds that the matrix products of the trainer's layers take, at the chip's peak.
 
-    Every token of the rows of the filled micro-batches takes 2 operations per weight of the layers' projections, and 4
-    more in the backward pass (under LoRA 2 more, for activations, and none in the first layer). With remat='full' it
-    takes 2 operations again, except in the last projection of a layer, whose output no gradient reads. Attention,
-    embeddings and the critic are not counted.
+    Filled micro-batches count with all tokens of their rows. A token takes 2 operations per weight of the layers'
+    projections, and 4 more in the backward pass (under LoRA 2 more, for activations, and none in the first layer). With
+    remat='full' the forward operations are repeated, except in the last projection of a layer, because no gradient
+    reads its output. Attention, embeddings and the critic are not counted.
     """
     model, mesh, training = setting.model, setting.trainer_mesh(), setting.job.trainer
     shape = setting.job.pack_shape(mesh)

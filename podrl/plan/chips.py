@@ -18,8 +18,8 @@ _SMALL = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
 
 
 # GPUs of one machine, by the vendor's data sheets: https://www.nvidia.com/en-us/data-center/h100/ (SXM), .../l4/. The
-# operations are dense bfloat16; the memory is without the driver's share; the rate between GPUs is that of NVLink in
-# one direction, or of PCIe.
+# operations are dense bfloat16; the memory is without the driver's share; GPUs exchange bytes at the rate of NVLink in
+# one direction, or at the rate of PCIe.
 GPUS = {
     gpu.name: gpu
     for gpu in (

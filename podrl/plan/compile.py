@@ -157,8 +157,8 @@ def _compiled(program: Program, lowered: Any, chip: Chip, quick: bool, started: 
     flops, size = cost.flops, cost.bytes
     if program.by_hand is not None:
         flops, size = program.by_hand.flops, program.by_hand.bytes
-    # Only the larger direction counts, because both copy at the same time. Texts for CPU devices do not name the host's
-    # memory.
+    # Only the larger direction counts, because both directions copy at the same time. Texts for CPU devices do not name
+    # the host's memory.
     copied = max(read, written) if chip.name in GPUS else max(cost.from_host, cost.to_host)
     inside = sum(c.bytes for c in cost.collectives if not c.crosses)
     across = sum(c.bytes for c in cost.collectives if c.crosses)
@@ -195,7 +195,7 @@ def _host_bytes(shapes: PyTree, shardings: PyTree) -> int:
 
 
 def _wanted_bytes(message: str) -> tuple[float, bool] | None:
-    """Parses the compiler's out-of-HBM error: (bytes wanted, whether without arguments); None for any other failure."""
+    """Parses the compiler's out-of-HBM error: (bytes wanted, True if arguments are missing); None for other errors."""
     if "RESOURCE_EXHAUSTED" not in message or "hbm" not in message.lower():
         return None
     temporaries = re.search(r"\(([\d.]+)([KMGT])\) exceeds available", message)

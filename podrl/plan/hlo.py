@@ -48,7 +48,7 @@ _FREE = frozenset(
 )
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
 _VIEWS = ("bitcast", "reshape", "convert", "copy", "transpose")
-# A fusion whose result is its operand in place, read in another tiling.
+# Attribute of a fusion whose result is the buffer of its operand, read in another tiling.
 _ALIASED = "output_to_operand_aliasing={{}: (0, {})}"
 _SLICES = ("dynamic-slice", "slice", "gather")
 # Number of matrix products of the attention kernels, by a part of their names: the forward pass computes scores and
@@ -57,7 +57,7 @@ _SPLASH_PRODUCTS = {"splash_mha_fwd": 2, "splash_mha_dq": 3, "splash_mha_dkv": 4
 _PREFIX_PRODUCTS = {"prefix_attention_fwd": 2, "prefix_attention_dq": 3, "prefix_attention_dkv": 4}
 # Kernels that read single pages of the pools, which are their operands with five dimensions.
 _PAGE_KERNELS = ("shared_pages", "own_pages")
-GROUPED = "gmm"  # the kernel that multiplies rows by the matrices of their groups, its operand with three dimensions
+GROUPED = "gmm"  # kernel that multiplies each row by its group's matrix; the matrices are the operand of 3 dimensions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,7 +150,7 @@ def cost_of(
         in it. Name of a kernel of podrl.engine.page_attention: pages that the kernel reads. GROUPED: largest number of
         its matrices that this kernel reads.
       slices: number of slices over which the devices in the text are spread, in order and equally. The text of the
-        TPU compiler has the devices of one slice; its messages to other slices are found without this number.
+        TPU compiler has the devices of one slice; messages to other slices are found without this number.
     """
     return _Reader(text, trips, named, slices).cost()
 
@@ -290,8 +290,8 @@ class _Reader:
     def _fusion_bytes(
         self, i: Instruction, types: Mapping[str, str], body: Sequence[Instruction], inner: Mapping[str, str]
     ) -> tuple[float, float]:
-        """Counts the bytes (read, written) of a fusion: only the slices that it reads of inputs, and only the parts
-        that it updates of outputs."""
+        """Counts the bytes (read, written) of a fusion: of inputs only the slices that the fusion reads, of outputs
+        only the parts that it updates."""
         by_name, users = {x.name: x for x in body}, _users(body)
         read = written = 0.0
         for x in body:
@@ -355,8 +355,8 @@ class _Reader:
 
 
 def _unread_bytes(matrices: str, read: float) -> float:
-    """Counts the bytes of a stack of matrices (G, X, Y) in HBM without the `read` of them that a kernel reads; 0 for
-    other arrays."""
+    """Counts the bytes in HBM of those matrices of a stack (G, X, Y) that a kernel does not read, if it reads `read` of
+    them; 0 for other arrays."""
     dims = dims_of(matrices) if matrices.count("[") == 1 else []
     return hbm_bytes(matrices) * max(0.0, 1 - read / dims[0]) if len(dims) == 3 else 0.0
 

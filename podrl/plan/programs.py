@@ -65,8 +65,8 @@ class Program:
       runs: executions per training step.
       resident: bytes per chip of arrays that stay there while the program runs but are not its arguments.
       trips: trip counts of loops of traced length, see `podrl.plan.hlo.cost_of`.
-      experts: number of experts of a layer on one chip, the largest number whose matrices a grouped kernel reads; 0 if
-        the kernels get the experts of one layer only, or the model has none.
+      experts: number of experts of a layer on one chip; a grouped kernel reads the matrices of at most this number. 0
+        if the kernels get the experts of one layer only, or the model has no experts.
       by_hand: counts of work to use instead of the counts from the compiled text; None uses the compiled text.
     """
 
@@ -225,7 +225,7 @@ def local_experts(model: ModelConfig, mesh: Mesh) -> int:
 
 
 def _decode_work(setting: Setting, mesh: Mesh, steps: int, lanes: float) -> HandCountedWork:
-    """Counts a dispatch on one chip: each step reads weights and visible tokens once, and prompts once per group.
+    """Counts the work of a dispatch on a chip: a step reads weights and visible tokens once, and a group's prompt once.
 
     The table of per-layer embeddings is not counted, because a token reads one row of it. Along the axis expert a chip
     reads and computes its own experts, for the lanes of all chips along the axis. States of linear attention are read

@@ -33,7 +33,7 @@ class PlanReport:
       searched: trials of a search; empty without a search.
       chosen: keys that a search chose, each as 'KEY=VALUE'.
       cost: time and cost of all steps; None if they were not computed.
-      factor: multiple of its roofline that a step is assumed to take, for `cost`.
+      factor: assumed time of a step divided by the step's roofline, for `cost`.
       outlook: simulation of the job with the user's lengths of samples; None if there are no such lengths.
       chips: chips of the trainer and of the rollout; zeros if both sides share the same chips.
       command: shell command that runs the job as a search found it; '' without a search.

@@ -225,7 +225,7 @@ class Outlook:
       mean, longest: mean and largest length in tokens, each length cut to `rollout.max_tokens_to_generate`.
       chips: chips of trainer and rollout, as planned.
       planned: a step on these chips.
-      best: (number of trainer chips, step) of the split of the same chips with the shortest step.
+      best: (number of trainer chips, step) for the fastest split of the same chips.
     """
 
     lengths: int
@@ -281,8 +281,8 @@ def window_work(
       whole: tokens that each sample draws in all its windows, by batch; tokens drawn in earlier windows are prefilled
         with the prompt.
       load: sizes of the engine and of the batches.
-      waits: mean share of running samples that end in a dispatch, above which the engine reads each dispatch before it
-        launches another, so that lanes are filled at once (podrl.rollout.players.Pace).
+      waits: threshold for the mean share of running samples that end in a dispatch. Above it the engine reads each
+        dispatch before it launches another, so that lanes are filled at once (podrl.rollout.players.Pace).
     """
     # `late` counts lanes of samples whose end is not read yet.
     steps, free, late = load.rollout.steps_per_dispatch, load.lanes, 0

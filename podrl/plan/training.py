@@ -1,8 +1,8 @@
 """The trainer's programs of a job, ready to be compiled: updates, log-probabilities of a reference, the critic.
 
 A teacher of on-policy distillation takes the place of the reference: it is frozen, and has an architecture of its own.
-It scores sampled tokens, or the policy's likeliest ids once per update, or its hidden states are computed within the
-update.
+The teacher scores sampled tokens, or once per update the policy's likeliest ids; or the update itself computes the
+teacher's hidden states.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ LIKELY, HINTED = "policy's likeliest ids", f"{TEACHING}, behind hints"
 
 
 def training_programs(setting: Setting) -> list[Program]:
-    """Lists the trainer's programs: train step, reference and old log-probabilities, and the critic's, as needed."""
+    """Lists the trainer's programs, as far as needed: train step, reference and old log-probabilities, critic."""
     actor, held, shared = _actor_programs(setting)
     if not isinstance(setting.job.algo, PPOConfig):
         return actor

@@ -72,7 +72,7 @@ def programs_of(side: str, setting: Setting) -> list[Program]:
 
 
 def helping(setting: Setting, failed: CompileResult) -> list[Trial]:
-    """Tries each memory option alone on a program that does not fit; if none suffices, all together.
+    """Tries each memory option alone on a program that does not fit; if none suffices, tries all options together.
 
     For a weight move only options that make it smaller are returned, and there may be none.
     """
@@ -115,7 +115,7 @@ def _try(variant: Variant, failed: CompileResult) -> Trial:
 
 
 def _trial(keys: tuple[str, ...], measured: Sequence[CompileResult]) -> Trial:
-    """Makes a trial of measured programs, all of which must fit: the largest memory of one, and the seconds of all."""
+    """Makes a trial of measured programs: whether all fit, the memory of the largest, and the seconds of all."""
     worst = max(measured, key=lambda m: (not m.fits, m.peak + m.resident))
     return Trial(
         keys,
@@ -231,8 +231,8 @@ def search(
         groups = _in_order(sides[side]) if side == TRAINER else _rollout_candidates(best)
         found: list[tuple[float, Setting]] = []
         fitting: list[str] = []
-        # By mesh: index of the micro-batch that fitted with the previous policy. The previous policy keeps less memory,
-        # so no larger micro-batch can fit now.
+        # By mesh: index of the micro-batch that fitted with the previous policy. The previous policy needs less memory
+        # than this one, so no larger micro-batch can fit now.
         reached: dict[str, int] = {}
         left, leads = most[side], "nothing fits yet"
         for group in groups:
@@ -285,8 +285,8 @@ def _counted_best(setting: Setting, groups: Sequence["_Group"]) -> str:
 
 
 def _in_own_keys(before: Setting, after: Setting) -> Setting:
-    """Writes the micro-batch that a search found with the key that the configuration uses, if this key can express
-    it."""
+    """Expresses the micro-batch that a search found by the key that the configuration uses, if this key can express
+    the size."""
     size, group = after.job.trainer.micro_batch_sequences, after.job.group_size
     if before.job.trainer.train_micro_batch_size and size and size % group == 0:
         return _training(after, micro_batch_sequences=None, train_micro_batch_size=size // group)
@@ -294,8 +294,8 @@ def _in_own_keys(before: Setting, after: Setting) -> Setting:
 
 
 def _in_order(groups: Sequence["_Group"]) -> list["_Group"]:
-    """Orders groups: first the groups that are always tried, with the `last` groups at their end, then spare groups by
-    mesh."""
+    """Orders groups: first the groups that are always tried, the `last` ones behind the others; then spare groups, mesh
+    by mesh."""
     return sorted(groups, key=lambda group: 2 if group.spare_of is not None else int(group.last))
 
 
@@ -354,8 +354,8 @@ class _Group:
       family: name of the kind of mesh.
       spare_of: first letters of families' names: if a mesh of one of these families fits, this group is not tried. None
         for a group that is always tried.
-      last: True if the group is tried after the other groups that are always tried, because its policy keeps least and
-        takes longest.
+      last: True if the group is tried after the other groups that are always tried, because its policy keeps the fewest
+        values and takes the longest time.
     """
 
     variants: tuple[Variant, ...]
@@ -368,9 +368,9 @@ class _Group:
 def _trainer_candidates(setting: Setting) -> Iterator[_Group]:
     """Lists, for each mesh and remat policy, micro-batches from the largest down.
 
-    Rows are cut along time (`seq`) if there are fewer rows than shards, and if nothing fits with less cutting. Experts
-    are also tried spread over the axis expert. Several slices hold a copy of the weights each; they share one copy if
-    nothing else fits.
+    Rows are cut along time (`seq`) in two cases: there are fewer rows than shards, or nothing fits with less cutting.
+    Experts are also tried spread over the axis expert. If there are several slices, each holds a copy of the weights;
+    they share one copy if nothing else fits.
     """
     slices = setting.trainer.slices
     devices = len(setting.trainer.devices()) // slices
@@ -430,7 +430,7 @@ def _rollout_candidates(setting: Setting) -> Iterator[_Group]:
     devices = len(topology.devices())
     narrow = _tensors(setting, devices)
     wider = [n for n in _WIDER if devices % n == 0 and setting.model.num_heads % n == 0]
-    crowded = False  # weights on fewer chips would leave little room for keys and values
+    crowded = False  # True if weights on fewer chips would leave little room for keys and values
     for tensor in (*narrow, *wider):
         spec = f"data={devices // tensor}" + (f",tensor={tensor}" if tensor > 1 else "")
         variant = Variant((f"roles.rollout.mesh={spec}",), _meshed(setting, "rollout", spec))

@@ -185,7 +185,7 @@ def _reward_finite(now: LogRecord, past: Past) -> str:
 def _reward_constant(now: LogRecord, past: Past) -> str:
     stds = past.recent(now, "reward/std")
     zero = [number(now, name) for name in now if name.startswith("reward/zero/")]
-    # If every function gives 0 to every sample, the check of functions that pay nothing says so, with reasons.
+    # If every function gives 0 to every sample, the check 'a reward function pays nothing' reports it, with reasons.
     if not stds or any(stds) or _saturated(now, past) or (zero and all(share == 1 for share in zero)):
         return ""
     return f"reward/std is 0 in the last {WINDOW} steps, reward/mean {number(now, 'reward/mean'):.4g}"
@@ -386,7 +386,7 @@ def _nonfinite(now: LogRecord, past: Past) -> str:
 )
 def _gradient(now: LogRecord, past: Past) -> str:
     if (past.setting("model.lora", {}) or {}).get("rank") or not _still(now, past):
-        return ""  # the check of adapters reports theirs
+        return ""  # gradients of adapters have a check of their own
     return f"actor/grad_norm is 0 in {WINDOW} steps whose samples have a signal"
 
 
@@ -612,7 +612,9 @@ def _waits(now: LogRecord, past: Past) -> str:
         return ""
     uneven = average(longest) / average(mean) if longest and mean and average(mean) > 0 else 0.0
     if not past.setting("algo.max_staleness", 0) and uneven < LONGEST:
-        return ""  # without staleness the update always waits; overlapping it pays only if lengths have a tail
+        # Without staleness the update always waits for samples. Overlapping the two pays only if a few samples are much
+        # longer than the others.
+        return ""
     text = f"perf/waits_samples is {average(waits):.2f} over {SETTLED} steps"
     return f"{text}, the longest sample {uneven:.2g} times the mean" if uneven else text
 

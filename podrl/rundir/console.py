@@ -69,10 +69,11 @@ class TimeLeft:
         self._first, self._began, self._spent = 0, 0.0, 0.0
 
     def after(self, step: int, seconds: float) -> float | None:
-        """Returns the seconds that are left after a step that took `seconds`; None after the first step it is told.
+        """Returns the seconds that are left after a step that took `seconds`; None in the first call.
 
-        The first step does not count: it compiles, so its time is untypical. A host may learn of two steps at once, so
-        the clock alone could say that a step takes no time; the seconds of the steps leave out the time between them.
+        The first step does not count: it compiles, so its time is untypical. The estimate takes the larger of two
+        times. The clock alone could say that a step takes no time, because a host may learn of two steps at once. The
+        sum of the steps' seconds leaves out the time between the steps.
         """
         if not self._first:
             self._first, self._began = step, time.monotonic()

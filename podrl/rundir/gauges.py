@@ -21,7 +21,7 @@ _LOST_TIME = {
     "perf/lost_checkpoint": "checkpoint",
     "perf/lost_evaluation": "evaluation",
 }
-# The plan's key of the planned seconds, by the metric that compares a measured time with them.
+# Keys of a plan that hold planned seconds, by the metric that compares a measured time with these seconds.
 _PLANNED = {
     "perf/plan_step": "step_s",
     "perf/plan_rollout": "rollout_s",
@@ -93,7 +93,7 @@ class Gauges:
         spent = self._spent
         spent["start"] += sum(values.get(name, 0.0) for name in _BEGINNING)
         spent["evaluation"] += values.get("time/evaluation", 0.0)
-        # The record of an evaluation has no time/step, but the times since the step (or the start) before it.
+        # The record of an evaluation has no time/step. It has the times since the last step, or since the start.
         if "time/step" not in values:
             spent["checkpoint"] += values.get("time/checkpoint", 0.0)
             counted = (*_BEGINNING, "time/evaluation", "time/checkpoint")

@@ -31,8 +31,8 @@ class Past:
       last: records of the last 20 steps before this one, oldest first.
       evaluations: records of the first evaluation and the last two.
       samples: the last 16 recorded training samples.
-      repeating: True or False for each of the last 8 recorded training samples, True if it repeats itself; filled by
-        the check of repetition.
+      repeating: whether each of the last 8 recorded training samples repeats itself; the check of repetition fills this
+        list.
       steps: number of steps seen before this one.
     """
 
@@ -69,12 +69,12 @@ class Past:
 
     @property
     def section(self) -> str:
-        """Returns the name of the configuration's section of the algorithm: 'grpo' or 'ppo'."""
+        """Returns the name of the algorithm's section in the configuration: 'grpo' or 'ppo'."""
         return "ppo" if self.config.get("algorithm") == "ppo" or "ppo" in self.config else "grpo"
 
     @property
     def on_policy(self) -> bool:
-        """Returns True if every batch is sampled by exactly the weights that it updates, in one update."""
+        """Returns True if every batch is sampled by exactly the weights that it updates, and makes only one update."""
         splits = self.setting("trainer.mini_batch_size", None) is not None
         return not self.setting("algo.max_staleness", 0) and self.setting("algo.num_iterations", 1) == 1 and not splits
 
@@ -86,7 +86,7 @@ class Past:
         return trainer == self.setting("rollout.data_type", trainer) == "float32" and not quantised
 
     def recent(self, now: LogRecord, name: str, count: int = WINDOW) -> list[float]:
-        """Returns the last `count` values of a metric, up to this step's, which comes last.
+        """Returns the last `count` values of a metric, oldest first; the last one is the value of this step.
 
         Returns [] if there are fewer steps, or if the metric is missing or not finite in one of them.
         """

@@ -1,4 +1,7 @@
-"""95 % intervals of means over records and of their changes; Wilson's for shares, so that 7 of 7 is not certain."""
+"""95 % intervals of means over records and of changes of means; Wilson's intervals for shares.
+
+With Wilson's interval a share of 7 in 7 records does not look certain.
+"""
 
 import math
 from collections.abc import Sequence

@@ -63,7 +63,7 @@ class Lease:
     host: int
 
     def key(self, kind: str) -> str:
-        """Returns the channel's key for a result of this lease: 'header' of a batch, 'scores' of an evaluation."""
+        """Returns the channel's key for a result of this lease; `kind` is 'header', 'whole' (batches) or 'scores'."""
         return f"{kind}/{self.task}/{self.first}-{self.last}"
 
 
@@ -76,7 +76,7 @@ class LeasedTask:
       since: the step at which the task was opened.
       groups: (data index of the first prompt, step at which that prompt was submitted) of each group of a batch, in the
         order of the places; empty for an evaluation and for a batch that could not be made.
-      position: data position to save if no other prompt is in flight; '' while others are.
+      position: data position to save if no other prompt is in flight; '' while other prompts are in flight.
       change: number of the newest change of the table that changed this task.
     """
 
@@ -287,7 +287,7 @@ class LeaseServer(Leases):
         self._starts: dict[int, Callable[[], dict[str, Any]]] = {}
         self._change = 0
         self._dropped = 0  # number of the last change that is no longer offered
-        self._change_of_batch: dict[int, int] = {}  # by step: number of the change that announced its batch
+        self._change_of_batch: dict[int, int] = {}  # by step: number of the change that announced the step's batch
         self.reassigned = 0
         self.regroup: Callable[[], None] = lambda: None
 

@@ -35,9 +35,9 @@ class LogConfig:
       to: trackers that get metrics and samples too: 'tensorboard', 'wandb', 'mlflow' (the last two are extras).
       project: name of the project in W&B, and of the experiment in MLflow.
       samples_every: number of steps between samples written to samples.jsonl; 0 writes none.
-      trace: steps whose samples are recorded token by token in the folder trace: none ('off'), every
-        `samples_every`-th step and the first ('sampled'), or 'all'; 'updates' records all steps, and before each update
-        also computes weight and clip of every token, which costs a forward pass. Spans are recorded unless it is 'off'.
+      trace: steps whose samples are recorded token by token in the folder trace: none ('off'), the first and every
+        `samples_every`-th ('sampled'), or all ('all', 'updates'). 'updates' also computes weight and clip of every
+        token before each update, at the cost of a forward pass. Spans are recorded with every value except 'off'.
       trace_mb: bound on the size of the folder trace, in MiB; the oldest steps make room for new ones.
       samples: number of completions written to samples.jsonl each time.
       plan: file that `podrl.plan --json` wrote for this job, for perf/plan_*; '' for none.

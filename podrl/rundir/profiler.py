@@ -1,4 +1,4 @@
-"""The profiler of a process: records jax's profile of some steps, at the command line's or a signal's request."""
+"""The profiler of a process: records jax's profile of some steps if the command line or a signal requests it."""
 
 import contextlib
 import logging

@@ -54,7 +54,7 @@ def _no_run_directory(workdir: str | os.PathLike, why: str) -> ValueError:
 
 
 class Run:
-    """Owns the run directory for the length of a `with` block, which may be nested; signals then ask the run to stop.
+    """Owns the run directory while a `with` block lasts (blocks may be nested); signals then ask the run to stop.
 
     A run directory in a bucket is written to a local directory, whose files are copied to the bucket
     (podrl/storage/mirror.py); checkpoints are written to the bucket directly. The block ends without an error only if
@@ -190,7 +190,7 @@ class Run:
     def begin(self) -> None:
         """Marks the beginning of training: from now on a signal asks the run to stop after the step.
 
-        Before, a signal ended the process.
+        Until this call a signal ends the process.
 
         Raises:
           StoppedError: a signal before this call should have ended the process.
@@ -247,7 +247,7 @@ class Run:
             call(step)
 
     def notify_takeover(self) -> None:
-        """Calls the functions of `on_takeover`, which read again what other processes have recorded since."""
+        """Calls the functions of `on_takeover`; they read the records that other processes have added meanwhile."""
         for call in self.on_takeover:
             call()
 
@@ -308,7 +308,7 @@ class Run:
         self.checkpoints = self._checkpoints(savers)
 
     def _last_times(self) -> dict[str, float]:
-        """Returns, by stage, the seconds that each stage before the first step took at the last start of this run."""
+        """Returns the seconds of each stage before the first step at the last start of this run, by the stage."""
         earlier = read_metrics(self.workdir) if self.workdir is not None and self.leads else []
         stages = ("start-up", "restoring", "evaluation")
         return {stage: record[name] for record in earlier for stage in stages if (name := f"time/{stage}") in record}
@@ -331,7 +331,7 @@ class Run:
         """Waits until all files are in the bucket.
 
         Args:
-          failed: True if another error ends the run already; then a failure is only printed.
+          failed: True if another error ends the run already; then a failure to copy is only printed.
 
         Raises:
           StorageError: the files could not be copied.

@@ -76,7 +76,7 @@ def open_sink(name: SinkName, workdir: pathlib.Path, *, start: int, project: str
 
 
 def check_installed(names: Sequence[SinkName]) -> None:
-    """Refuses trackers whose package is not installed, without importing it.
+    """Refuses trackers whose package is not installed; imports none of the packages.
 
     Raises:
       ValueError: a package is missing.
@@ -156,7 +156,7 @@ class TensorBoard:
           directory: directory of the event files; TensorBoard reads them in the order of their names.
           start: first step that will be written; TensorBoard hides events of this and later steps in earlier files.
         """
-        # Importing tensorboardX takes half a CPU second, and two if torch is installed, which it then imports too.
+        # Importing tensorboardX takes half a CPU second. If torch is installed, it imports torch too and takes two.
         from tensorboardX import RecordWriter, summary
         from tensorboardX.proto import event_pb2
 
@@ -208,7 +208,7 @@ class WandB:
 
     def write_samples(self, step: int, samples: Sequence[LogRecord]) -> None:
         columns, rows = table(samples)
-        # Two names, because both may have the same step.
+        # Two names, because samples of training and samples of an evaluation may have the same step.
         name = "samples/eval" if "evaluation" in columns else "samples/train"
         self._step = max(self._step, step)
         self._run.log({name: self._wandb.Table(columns=columns, data=rows)}, step=self._step)

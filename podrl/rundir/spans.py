@@ -15,7 +15,7 @@ from podrl.mappings import JsonObject, Span
 NAME = "spans.jsonl"
 _MOST_WAITING = 20_000  # largest number of spans that wait to be taken
 TOOLS = "tools"  # lane of the calls of tools, which overlap
-CALLS = 200  # number of calls of tools that are kept between two steps: the longest calls
+CALLS = 200  # largest number of tool calls that are kept between two steps; shorter calls are dropped first
 _EVERY = 5  # steps between messages to the process that writes
 _LATER = re.compile(r" at step \d+$")  # part of a stage's name that a span's name leaves out
 _COMPILES = "/jax/core/compile/backend_compile_duration"
@@ -76,7 +76,7 @@ class Spans:
                 heapq.heappop(self._calls)
 
     def _collect_calls(self) -> list[Span]:
-        """Returns the calls since the last collection, by start; `left_out` of one counts shorter calls left out."""
+        """Returns the calls since the last collection, by start; one has `left_out`, the number of dropped calls."""
         with self._lock:
             calls, count = [span for *_, span in self._calls], self._call_count
             self._calls, self._call_count = [], 0
@@ -96,7 +96,7 @@ class Spans:
     def take(self, step: int | None = None) -> list[Span]:
         """Returns the spans since the last call; spans without a step get the step `step`.
 
-        None for `step` repeats the last one: the spans were made after that step.
+        If `step` is None, spans without a step get the step of the last call, because they were made after it.
         """
         spans, self._step = [], self._step if step is None else step
         step = self._step

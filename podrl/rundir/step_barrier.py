@@ -31,7 +31,7 @@ class StepBarrier:
         return self._stop or self._wished or self._run.stopping()
 
     def stopping(self) -> bool:
-        """Returns True if the leader decided to stop, at the last step that was agreed on."""
+        """Returns True if the leader decided to stop at the last step on which the processes have agreed."""
         return self._stop
 
     def agree(self, step: int, orders: Mapping[str, int] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Writes and reads a run's trace: one columnar file per step, with all tokens of its samples and numbers of each."""
+"""Writes and reads a run's trace: one columnar file per step, with all tokens of its samples and numbers per token."""
 
 import dataclasses
 import io
@@ -58,7 +58,7 @@ def traced_steps(workdir: Place) -> list[int]:
 
 @dataclasses.dataclass(frozen=True)
 class TraceExtras:
-    """The contents of a step's trace that its samples do not have.
+    """The contents of a step's trace besides the step's samples.
 
     Attributes:
       reward_names: names of the reward functions.

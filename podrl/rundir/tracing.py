@@ -148,9 +148,9 @@ class Pieces:
         self._before = "" if self._anchor is None else tokenizer.decode([self._anchor])
 
     def __call__(self, token: int) -> str:
-        """Returns the text that a token adds after another token; for a part of a character, the token's name.
+        """Returns the text that a token adds after another token.
 
-        A token that is a part of a character has no text alone: its name in the vocabulary is returned.
+        A token that is only a part of a character has no text of its own: its name in the vocabulary is returned.
         """
         text = self._tokenizer.decode([token] if self._anchor is None else [self._anchor, token])
         text = text.removeprefix(self._before)

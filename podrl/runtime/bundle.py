@@ -63,7 +63,7 @@ def unpack(url: str, parent: pathlib.Path) -> pathlib.Path:
 
 
 def enter(url: str, environment: MutableMapping[str, str], *, workdir: str | None) -> pathlib.Path:
-    """Unpacks the code of a job, and makes its directory the working directory and the first entry of the import path.
+    """Unpacks the code of a job; the new directory becomes the working directory and the import path's first entry.
 
     Relative paths of the configuration then name files of the user's code, in this process and in its subprocesses.
 

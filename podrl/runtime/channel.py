@@ -1,18 +1,18 @@
-"""The job's network: each process offers messages and functions, other processes read and call them; encrypted.
+"""The job's encrypted network: each process offers messages and functions, and other processes read and call them.
 
-Every process is an endpoint: it offers messages under keys that other processes read, and functions that they call. A
+Every process is an endpoint. It offers messages, which other processes read by key, and functions, which they call. A
 read of a key that is not offered yet waits at the endpoint that will offer it. A request is sent again until it is
 answered, so an endpoint that was unreachable for a while still gets it; any request may therefore be served twice.
 
-Every request names the endpoint that sends it and the endpoint that it is for, by random numbers that endpoints draw
-when they start. So two endpoints cannot disagree about whether they are connected. An endpoint that was given up
-(`give_up`) is served nothing more: the answer to any of its requests tells it so. An endpoint that has taken over the
-address of another one (the next run of the same command) refuses requests for its predecessor. Either answer counts as
-the loss of the connection.
+Every request names its sender and its receiver by random numbers, which endpoints draw when they start. So two
+endpoints cannot disagree about whether they are connected. An endpoint that was given up (`give_up`) is served nothing
+more: the answer to any of its requests says that it was given up. An endpoint that has taken over the address of
+another one (the next run of the same command) refuses requests for its predecessor. Either answer counts as the loss of
+the connection.
 
 A stranger can do little harm. Until a connection has proved that it holds the job's key, a frame may not be longer than
 PIECE (longer messages are cut into pieces of that length), and the connection ends after HANDSHAKE_S. A connection that
-never sends a byte does not even take a file descriptor: the kernel keeps it.
+never sends a byte does not even take a file descriptor: the kernel keeps the connection.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ from podrl.runtime.sockets import listen, raise_descriptor_limit
 # Unanswered requests of lane 0 are repeated after this many seconds. Repeating is a precaution: broken connections are
 # noticed without it, and a call stays unanswered for as long as its handler takes.
 RESEND_S = 60.0
-SILENCE_S = 30.0  # a whole machine must be silent for this long: no compilation delays the threads that send heartbeats
+SILENCE_S = 30.0  # only a dead machine is silent so long: compiling does not delay the threads that send heartbeats
 _HEARTBEATS = 6  # heartbeats within SILENCE_S
 HANDSHAKE_S = 10.0
 _SEALED = 64  # bytes that encryption adds to a frame, rounded up
@@ -75,7 +75,7 @@ class Channel:
     Attributes:
       name: name of this process, for messages: 'trainer 0'.
       address: 'host:port' at which other processes reach this endpoint.
-      number: random number of this endpoint, in hexadecimal; an earlier or later endpoint at the address has another.
+      number: random number of this endpoint, in hexadecimal; earlier or later endpoints at its address have others.
       traffic: messages and bytes so far.
     """
 
@@ -199,8 +199,9 @@ class Channel:
           kind: 'get' or 'call'.
           key: key of a message, or name of a function.
           message: argument of the function.
-          lane: number of the connection to use, of several to the same endpoint. Lane 0 repeats an unanswered request
-            every RESEND_S; other lanes, whose answers are expected to take time, only after their connection broke.
+          lane: number of the connection to use; there may be several to the same endpoint. An unanswered request of
+            lane 0 is repeated every RESEND_S. On other lanes answers may take long: their requests are repeated only
+            after the connection broke.
 
         Returns:
           The request in flight; its `wait` returns the answer.
@@ -214,13 +215,13 @@ class Channel:
         """Calls `on_lost` once, on the channel's thread, when an endpoint can no longer be reached.
 
         An endpoint counts as lost when the connection to it breaks and stays broken, when the connection is not
-        established within `within_s` seconds, when another endpoint answers at its address, or when it has given this
-        endpoint up.
+        established within `within_s` seconds, when another endpoint answers at the same address, or when the endpoint
+        has given this one up.
         """
         self._do(lambda: self._link((address, 0)).watch(on_lost, within_s))
 
     def give_up(self, number: str) -> None:
-        """Refuses all requests of an endpoint from now on, and all its requests that already wait for an answer.
+        """Refuses all further requests of an endpoint, and all its requests that already wait for an answer.
 
         Args:
           number: attribute `number` of the other endpoint.
@@ -233,7 +234,7 @@ class Channel:
         return link is not None and link.refused
 
     def is_up(self, address: str) -> bool:
-        """Returns True if this endpoint has a connection to an address that is not known to be broken."""
+        """Returns True if there is a connection to an address, and the connection is not known to be broken."""
         link = self._peers.get((address, 0))
         return link is not None and link.is_up
 
@@ -446,7 +447,7 @@ class Channel:
 
 
 class _Link:
-    """A connection to one other endpoint, which notices when it breaks."""
+    """A connection to one other endpoint; notices when the connection breaks."""
 
     _PATIENCE_S = 3.0
 

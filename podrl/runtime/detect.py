@@ -92,8 +92,8 @@ class Cluster:
     def distributed_arguments(self) -> dict[str, Any] | None:
         """Returns arguments for `jax.distributed.initialize`, or None if it must not be called.
 
-        They are empty where jax's own detection is right (TPU VM, GKE, multislice), and complete where it would be
-        wrong (fake hosts on one machine, and roles of one JobSet that must not become one cluster).
+        The arguments are empty where jax's own detection is right (TPU VM, GKE, multislice). They are complete where it
+        would be wrong: for fake hosts on one machine, and if the roles of one JobSet must not become one cluster.
         """
         if self.kind == "pathways" or self.process_count == 1:
             return None

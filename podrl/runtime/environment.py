@@ -26,7 +26,7 @@ _MEET_S = 600.0  # time for the slowest process to compile a program; the channe
 
 
 def prepare(env: MutableMapping[str, str], *, fake_devices: int) -> None:
-    """Sets the number of fake CPU devices in XLA_FLAGS, after the flags that are there, and jax's platform.
+    """Sets jax's platform, and appends the number of fake CPU devices to the flags in XLA_FLAGS.
 
     A count already in XLA_FLAGS wins, and so does JAX_NUM_CPU_DEVICES (jax silently prefers it to XLA_FLAGS). The flag
     concerns only the CPU platform: on a machine with a GPU or TPU it changes nothing.
@@ -109,8 +109,9 @@ def cache_own_programs() -> None:
     """Makes jax cache every process's own compiled programs; by itself it caches only the programs of process 0.
 
     Without this change the rollout hosts of a shared pod compile decoding again at every start. A program over the
-    devices of several processes still has one cache entry, which process 0 writes, because all processes may share one
-    bucket; on CPU it has an entry for each process. If the installed jax has other internals, nothing changes.
+    devices of several processes still has one cache entry, because all processes may share one bucket; process 0 writes
+    the entry. On CPU such a program has an entry for each process. If the installed jax has other internals, nothing
+    changes.
     """
     from jax._src import compiler
 
@@ -137,9 +138,9 @@ def meet_before_first_runs() -> None:
 
     Gloo, which carries the collectives between CPU devices of different processes, gives up on a process that arrives
     30 s after another one, and no setting changes that bound. On a loaded machine a process reads weights and compiles
-    for longer than that. So each process compiles the program and then waits at a barrier of jax's coordinator, whose
-    error after 10 minutes names the missing processes. Later runs of the program have no barrier; programs of other
-    platforms never have one. If the installed jax has other internals, nothing changes.
+    for longer than that. So each process compiles the program and then waits at a barrier of jax's coordinator. After
+    10 minutes the barrier fails with an error that names the missing processes. Later runs of the program have no
+    barrier; programs of other platforms never have one. If the installed jax has other internals, nothing changes.
     """
     from jax._src import compiler, distributed
 

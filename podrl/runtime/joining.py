@@ -190,7 +190,7 @@ def distributed_arguments(cluster: Cluster, seat: Seat, *, heartbeat_s: float) -
 
 
 def bind_address(coordinator: str) -> str:
-    """Returns the address at which jax's coordinator listens: one interface only; by default jax would take all.
+    """Returns the address at which jax's coordinator listens, on one interface; by default jax listens on all.
 
     The coordinator authenticates no one, so anyone who reaches it could end the job.
     """
@@ -253,9 +253,9 @@ def join(cluster: Cluster, seat: Seat, *, deadline_s: float, heartbeat_s: float 
 def gather_replica(pod: Pod, jobs: str, deadline_s: float) -> str:
     """Waits for all processes of this process's replica; returns the address for their jax cluster's coordinator.
 
-    The head of the replica chooses the address once all of them have asked. It does so only once: a process that asks
-    later replaces a lost member of a cluster that still runs. That cluster ends because of the lost member; until then
-    the new process asks again, and at last finds the next head.
+    The head of the replica chooses the address once, after all processes of the replica have asked. A process that asks
+    later replaces a lost member of a jax cluster that still runs. The loss will end the cluster; until then the new
+    process keeps asking, and at last it reaches the next head.
 
     Args:
       pod: this process's view of the job.

@@ -1,6 +1,7 @@
 """Runs the processes of a pod on one machine: one process per fake host, output prefixed with the process's name.
 
-The exit code is that of the first process that failed. No process that it starts outlives it, even when it is killed.
+The exit code is that of the first process that failed. The processes of the pod end with the process that started them,
+even if that process is killed.
 """
 
 import contextlib
@@ -33,7 +34,8 @@ _PR_SET_PDEATHSIG = 1
 _LONGEST_PLACE = 60
 # Memory of a process before it has a model: Python, jax and podrl.
 _PROCESS_BYTES = 350 << 20
-# Lines that Gloo writes about its collectives, and that jax writes, before _ABORT, about a cluster without process 0.
+# Lines that Gloo writes about its collectives, and lines that jax writes about a cluster without process 0. After the
+# latter, jax writes _ABORT.
 _CHATTER = re.compile(
     rb"\[Gloo\] Rank|[EW]\d{4} .*(preemption_sync_manager|coordination_service_agent)\.cc:"
     rb"|Additional GRPC error information|:UNKNOWN:Error received from peer"
@@ -59,11 +61,11 @@ class LocalPod:
         Args:
           command: command of every process.
           hosts: role of every process.
-          replace_rollouts: True if the job goes on after a process that does not train was killed or ended with 42.
+          replace_rollouts: True if the job goes on when a process that does not train is killed or ends with 42.
           environment: environment of every process. The variables that give a process its place are added, and
             PODRL_SECRET and PODRL_CHANNEL if they are missing.
-          restarts: number of times, over all processes, that a process that does not train is started again.
-          again: command that starts the job again; printed here if the leader, which would print it, is killed.
+          restarts: number of restarts that all processes that do not train may have together.
+          again: command that starts the job again. The leader prints it; if the leader is killed, it is printed here.
         """
         self._again = again
         self._command, self._hosts, self._replace = list(command), hosts, replace_rollouts
@@ -159,9 +161,9 @@ class LocalPod:
         return self._replace and self._hosts.role(process) != TRAINER and infrastructure and not self._stopping
 
     def _leaves(self, process: int, code: int) -> bool:
-        """Returns True if a process that does not train left the job because it was asked to, while the leader runs.
+        """Returns True if a process that does not train was asked to leave the job and left, and the leader still runs.
 
-        If the job cannot go on, the leader ends with the same code.
+        If the job cannot go on without this process, the leader ends with the same code.
         """
         may_go = self._replace and self._hosts.role(process) != TRAINER
         return may_go and code == EXIT_PREEMPTED and _LEADER in self._children
@@ -200,7 +202,7 @@ class LocalPod:
 
 
 def _short_temporary() -> str:
-    """Returns the directory for temporary files; /tmp if its path is too long for a socket (107 characters in all)."""
+    """Returns the directory for temporary files, or /tmp if a socket in it would have a path of over 107 characters."""
     place = tempfile.gettempdir()
     return place if len(place) <= _LONGEST_PLACE else "/tmp"
 

@@ -77,6 +77,6 @@ def references(value: object) -> list[str]:
 
 
 def reference(value: object) -> "str | Sequence[str]":
-    """Returns `references` of a list, and the one text of a single answer."""
+    """Returns the list of `references` if the value is a list, and one text if the value is a single answer."""
     texts = references(value)
     return texts if isinstance(value, list | tuple) else texts[0]

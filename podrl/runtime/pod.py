@@ -50,8 +50,8 @@ class Pod:
       seat: place of this process in the job.
       name: name of this process: 'trainer 0', 'rollout 1'.
       leads: True on the leader.
-      ids: (process id, machine) of each process by its number; complete on the leader once all have joined, elsewhere
-        this process alone.
+      ids: (process id, machine) of each process by its number. On the leader it is complete once all have joined; on
+        another process it holds that process alone.
       last_words: function that returns the text to print if this process ends because another process has ended: the
         saved step and how to resume.
       on_lost: function that is called on the leader, on the channel's thread, with the number of a rollout process that
@@ -78,7 +78,8 @@ class Pod:
         self._late_numbers: set[int] = set()  # numbers of later processes
         # The number that each request has got: a request may be served twice, and then gets the same number.
         self._number_of_request: dict[str, int] = {}
-        # By (cluster, index of the replica in it): numbers that wait for the replica's other hosts, by place.
+        # Numbers reserved for the hosts of a replica that have not asked for theirs yet: by (cluster, index of the
+        # replica in the cluster), then by the host's place in the replica.
         self._parts: dict[tuple[str, int], dict[int, int]] = {}
         self._leavers: set[int] = set()
         self._lost_processes: set[int] = set()
@@ -379,7 +380,7 @@ class Pod:
     def first_to_fail(self) -> bool:
         """Returns True in the one process that prints the full error of a failing job; the others print one line.
 
-        An error often strikes several processes at once, or reaches them from another one. Call this before `fail`.
+        The same error often strikes several processes, or follows from the end of another one. Call this before `fail`.
         """
         me = Message({"process": self.seat.process})
         if self._ended.is_set():
@@ -398,7 +399,7 @@ class Pod:
         self._ended.set()
         if self.leads:
             self.channel.put("verdict", Message({"code": code, "text": f"{self.name}: {_first_line(text)}"}))
-            # The service of jax's cluster ends with this process, and its end aborts every process in the cluster. On a
+            # The service of jax's cluster ends with this process, and then every process in the cluster aborts. On a
             # busy host the others need more than _FAREWELL_S to print why they end.
             self._await_others(_LAST_WORDS_S)
         else:
@@ -420,10 +421,10 @@ class Pod:
             return [address for process, address in self._addresses.items() if process != LEADER]
 
     def await_end(self, deadline_s: float) -> None:
-        """Waits for the job to end for a reason that another process knows; this call returns only if it does not end.
+        """Waits until the job ends for a reason that another process knows; returns only if the job does not end.
 
-        Call it in a process whose failure the leader must handle first, or whose failure probably follows from
-        another's.
+        Call it in a process that has failed, if the leader must handle the failure first, or if the failure probably
+        follows from the failure of another process.
         """
         if self._ended.wait(deadline_s):
             time.sleep(_LAST_S)  # the thread that knows the reason prints it and ends the process
@@ -460,7 +461,8 @@ class Pod:
         replaced = self._is_replaceable(process) and lost
         orderly = code == EXIT_DONE or (code == EXIT_PREEMPTED and not message.value["text"])
         if not orderly and not replaced:
-            # A user's error often strikes several processes at once: the leader gets time to report its own and save.
+            # A user's error often strikes several processes at once: the leader gets time to save and to report its own
+            # error.
             text = f"{self.seat.hosts.name(process)} ended with exit code {code}: {_first_line(message.value['text'])}"
             self._end(code, text, grace_s=_FAREWELL_S)
         elif replaced:
@@ -506,7 +508,7 @@ class Pod:
         self._end(EXIT_INFRASTRUCTURE, f"trainer 0 ({self._leader}) {why}")
 
     def _await_over(self) -> None:
-        """Ends this process soon after the job is over, in case it joined too late to take part and so never leaves."""
+        """Ends this process soon after the job is over, even if it joined too late to take part and so never leaves."""
         request = self.channel.request(self._leader, "get", "over", Message())
         try:
             request.wait(1e9, "trainer 0: over")

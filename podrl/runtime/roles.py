@@ -9,8 +9,8 @@ TRAINER, ROLLOUT, EVAL = "trainer", "rollout", "eval"
 class Hosts:
     """The processes of each role, by number in the job, ascending. A single process both trains and generates.
 
-    Processes that join later are rollouts; their numbers and ranks come after all first processes. The processes
-    of a replica have neighbouring numbers.
+    Processes that join later are rollouts; their numbers and ranks come after those of the processes with which the job
+    begins. The processes of a replica have neighbouring numbers.
 
     Attributes:
       trainer: processes that train.
@@ -145,7 +145,8 @@ def check_own_copies(evaluates: str, hosts: Hosts, mesh: str) -> Hosts:
 def assign(trainer: str, rollout: str, processes: int, mesh: str = "auto", evaluates: str = "") -> Hosts:
     """Assigns roles to the hosts of a job.
 
-    If both `trainer` and `rollout` are '', the first half of the hosts that do not evaluate train, the others generate.
+    If `trainer` and `rollout` are both '', evaluation hosts are set aside: of the others the first half trains, and the
+    second half generates.
 
     Args:
       trainer: host list of the trainers; '' takes the hosts that the other lists leave.

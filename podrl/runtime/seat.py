@@ -1,4 +1,4 @@
-"""The place of a process in a job of several processes: its number, the roles of all, and the leader's address."""
+"""The place of a process in a job of several processes: its number, every process's role, and the leader's address."""
 
 import dataclasses
 from collections.abc import Mapping

@@ -8,7 +8,7 @@ from typing import IO, Any
 
 _AGAIN = (408, 409, 425, 429)  # status codes, besides every 5xx, after which a request is worth repeating
 _MOST_BYTES = 64 << 20
-# A TimeoutError raised in one of these modules is the network's; other modules raise it for reasons of their own.
+# A TimeoutError raised in one of these modules comes from the network; other modules raise it for their own reasons.
 _NETWORK = {"socket", "ssl", "http", "urllib", "anyio", "httpcore"}
 
 
@@ -38,7 +38,7 @@ def ask(request: urllib.request.Request, *, timeout_s: float) -> bytes:
       timeout_s: the longest silence of the connection, in seconds.
 
     Raises:
-      HTTPError: the service refused, or answered with a redirect, whose target the error names.
+      HTTPError: the service refused, or answered with a redirect; the error names the redirect's target.
       OSError: there was no connection, no answer in time, or an answer of more than 64 MiB.
     """
     with _opener.open(request, timeout=timeout_s) as response:
@@ -75,7 +75,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
         yield error
         if isinstance(error, urllib.error.HTTPError):
             return  # the service answered, so the network did not fail
-        reason: Any = getattr(error, "reason", None)  # urllib's
+        reason: Any = getattr(error, "reason", None)  # urllib sets it
         wrapped = reason if isinstance(reason, BaseException) else error.__cause__
         if wrapped is None and not error.__suppress_context__:
             plain = type(error).__module__ == "builtins" and not isinstance(error, OSError)

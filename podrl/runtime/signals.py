@@ -42,8 +42,8 @@ def leave_on_signals(*, unwind: bool) -> None:
     Call it again to restore the handlers after a library may have replaced them.
 
     Args:
-      unwind: True to raise `StoppedError` in the main thread, so that open files and sockets are closed, and to exit
-        without it if that takes more than 10 s; False to exit at once.
+      unwind: True to raise `StoppedError` in the main thread, so that open files and sockets are closed; if this takes
+        more than 10 s, the process exits anyway. False to exit at once.
     """
     global _unwinds
     _unwinds = unwind

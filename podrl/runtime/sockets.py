@@ -17,7 +17,7 @@ def raise_descriptor_limit() -> None:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Opens a listening socket; the kernel hands over a connection only after it has sent data."""
+    """Opens a listening socket; the kernel hands over a connection only after data has arrived on it."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:

@@ -54,7 +54,7 @@ class Watchdog:
     After `stall_s` seconds in one stage it prints the stage, its age and all stacks to stderr, once per stage. After
     four times as long it ends the process with code 42 (infrastructure: restart me), because nothing else would end it.
     If a stage waits for another process, the watchdog says so after a tenth of `stall_s`. The first time that a stage
-    takes more than 3 s, it explains the stage. SIGUSR1 prints the stacks at any time.
+    takes more than 3 s, the watchdog explains the stage. SIGUSR1 prints the stacks at any time.
 
     Attributes:
       wait_sources: functions that describe the waits of this process as text, '' for none; printed with the stage.

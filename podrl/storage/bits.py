@@ -169,7 +169,7 @@ def _sum_runs(words_rc: UInt32[Array, "r c"]) -> UInt32[Array, " c"]:
     """Sums over all rows by adding runs of rows: XLA's CPU compiler vectorises additions, but not a reduce.
 
     The loop keeps the compiler from merging the first additions with the reduce of the few rows that are left. A small
-    shard is reduced directly, because compiling the loop would take longer than its sum ever does.
+    shard is reduced directly, because compiling the loop would take longer than all sums of the shard.
     """
     rows, columns = words_rc.shape
     run = rows // _RUNS

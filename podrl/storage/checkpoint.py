@@ -40,12 +40,12 @@ class CheckpointConfig:
     """Settings of checkpoints: when to save, and which checkpoints to keep.
 
     Attributes:
-      every: number of steps between checkpoints; the last step is always saved. 0 saves only the last step and on
-        preemption.
+      every: number of steps between checkpoints; the last step is always saved. With 0 a checkpoint is written only
+        after the last step and on preemption.
       keep: number of newest checkpoints to keep.
       keep_every: checkpoints of steps that are multiples of this number are also kept; 0 for none.
-      keep_hours: smallest number of hours between further checkpoints that are kept, counted from the oldest; 0 for
-        none.
+      keep_hours: further checkpoints are kept, from the oldest on, if at least this number of hours lies between two of
+        them; 0 for none.
     """
 
     every: Natural = 50

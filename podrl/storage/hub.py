@@ -16,7 +16,7 @@ from podrl.mappings import ConfigValues
 from podrl.storage.storage import StorageError, first_line
 
 _ASSETS = pathlib.Path(__file__).resolve().parent.parent / "assets"
-# The models that come with podrl, by their names. A directory of such a name is meant only as ./NAME.
+# The models that come with podrl, by their names. A user's directory of the same name must be written as ./NAME.
 EMBEDDED = {name: _ASSETS / name for name in ("tiny", "tiny_moe", "tiny_hybrid", "tiny_tools", "tiny_search")}
 DATA = "hf:"
 _PART = r"[A-Za-z0-9][\w.-]*"
@@ -81,7 +81,7 @@ def local(path: str) -> str:
 
 
 def data_files(path: str) -> list[str]:
-    """Returns the local files of a data set's split, downloaded first, in the order of their names.
+    """Downloads the files of a data set's split, and returns the local files in the order of their names.
 
     Raises:
       ValueError: the hub has no such data set or split, or this account may not read it.

@@ -27,7 +27,7 @@ BEAT_S = 10.0
 EXPIRY_S = 60.0
 NAME = "lock"
 _ANSWER_S = 10  # deadline of one request to the bucket
-# A process that was killed just now still looks alive, and one that just took the lock has not written its name yet.
+# A process that was killed just now still looks alive. A process that just took the lock has not written its name yet.
 _GRACE_S = 2.0
 _DYING_S = 10.0  # a killed process holds its lock until the kernel has freed its memory
 _log = logging.getLogger("podrl.lock")

@@ -86,7 +86,7 @@ def read(path: pathlib.Path, unsealed: Collection[Shape]) -> SealedLines:
 
 
 def open_to_append(path: pathlib.Path, unsealed: Collection[Shape]) -> BinaryIO:
-    """Opens a file to append lines, after it has cut off a torn last line, or ended a last line without a newline."""
+    """Opens a file to append lines; first cuts off a torn last line, or adds the newline that the last line lacks."""
     file = path.open("ab+")
     size = file.seek(0, os.SEEK_END)
     file.seek(max(size - 1, 0))

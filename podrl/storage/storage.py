@@ -66,7 +66,7 @@ def check(path: str | os.PathLike, key: str, *, writes: bool = False) -> None:
     Args:
       path: path of the user.
       key: flag or configuration key that the path came from, for the message.
-      writes: True if checkpoints are written there, for which Orbax needs more permissions than reading does.
+      writes: True if checkpoints are written there; for this Orbax needs more permissions than for reading.
 
     Raises:
       ValueError: there are no credentials, there is no such bucket, or the permission is missing; the error names the

@@ -1,1 +1,1 @@
-"""podrl.view: a local page over run directories, and the same as one file."""
+"""podrl.view: a local page that shows run directories, and the same page as one file."""

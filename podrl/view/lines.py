@@ -1,4 +1,4 @@
-"""Reads the growing files of JSON lines in a run directory: only new lines; damaged lines are counted, not raised."""
+"""Reads the growing files of JSON lines in a run directory: an update reads only new lines and counts damaged lines."""
 
 import json
 import threading

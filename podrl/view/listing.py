@@ -1,4 +1,4 @@
-"""Lists a run's samples of lowest reward as text, with the reward of every function and the reason why each ended."""
+"""Lists a run's samples of lowest reward as text, with the rewards by function and the reason why a sample ended."""
 
 from collections import Counter
 

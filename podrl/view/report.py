@@ -83,7 +83,7 @@ def _data(run: RunFiles) -> dict[str, object]:
 
 
 def _telling(rewards: Sequence[float | None]) -> list[int]:
-    """Chooses the groups to show: those of lowest, middle and highest mean reward."""
+    """Chooses the groups of lowest, middle and highest mean reward, which the report shows."""
     order = [g for _, g in sorted((r, g) for g, r in enumerate(rewards) if r is not None)]
     return list(dict.fromkeys(order[i * (len(order) - 1) // 2] for i in range(_GROUPS))) if order else []
 

@@ -1,4 +1,4 @@
-"""Reads a run directory for the page: only files of known names, even while they grow and if some are damaged."""
+"""Reads a run directory for the page: only files of known names, which may still grow or be damaged."""
 
 import dataclasses
 import functools
@@ -273,7 +273,7 @@ class RunFiles:
         return [epsilon if section.get(key) is None else section[key] for key in ("epsilon_low", "epsilon_high")]
 
     def samples(self, wanted: Mapping[str, str]) -> JsonObject:
-        """Returns 100 of the samples that `found` returns, from number `offset` of `wanted` on, and the total count."""
+        """Returns 100 of the samples in `found`, beginning at the number `wanted["offset"]`, and the total count."""
         found, offset = self.found(wanted), _number_of(wanted, "offset", int) or 0
         return {"count": len(found), "offset": offset, "rows": found[offset : offset + 100]}
 
@@ -326,9 +326,9 @@ class RunFiles:
         If all arguments are None, the step is a typical one.
 
         Args:
-          first: the first step; None for the step before `last`.
+          first: the first step; None for the step before `last`. Ignored if `seconds` is set.
           last: the last step; None for the newest step.
-          seconds: length of the time to show, which ends with the last step; `first` is then the step in which this
+          seconds: length of the time to show, which ends with the last step; the first step is the step in which this
             time begins. None for whole steps.
         """
         every = self.spans()
@@ -375,7 +375,7 @@ def typical_step(spans: Sequence[Span]) -> int:
 
 
 def is_wait(span: Span) -> bool:
-    """Returns True for a span in which a process waits for another process, or its loop for its own generation."""
+    """Returns True for a span in which a process waits for another one, or its loop waits for its own generation."""
     return span["name"].startswith("waiting") or (span["lane"] == "loop" and span["name"] == "rollout")
 
 
@@ -517,7 +517,7 @@ def _stop(traced: trace.TracedStep, b: int) -> str:
 def _mismatch(traced: trace.TracedStep, b: int) -> float | None:
     """Returns the mean distance between the trainer's and the sampler's log-probabilities of a sample, in nats.
 
-    Returns None if the trainer's are not known.
+    Returns None if the trainer's log-probabilities are not known.
     """
     first = int(traced.first[b])
     there = slice(first, first + int(traced.samples["length"][b]))

@@ -1,6 +1,6 @@
 "use strict";
 // The page's frame: addresses, data from the server or from the file itself, and the line of runs. Text is only ever
-// added as text nodes, so that what is in samples is shown and never becomes part of the page.
+// added as text nodes, so that texts of samples are shown and never become part of the page's code.
 const podrl = (() => {
   const stored = document.getElementById("data");
   const given = stored ? JSON.parse(stored.textContent) : null;

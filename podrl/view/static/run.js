@@ -8,7 +8,7 @@ podrl.views.run = async (main, params, current) => {
     ? Object.entries(value).flatMap(([key, each]) => flat(each, prefix ? `${prefix}.${key}` : key)) : [[prefix, value === null ? "none" : JSON.stringify(value)]];
   const a = new Map(flat(mine.config)), b = theirs ? new Map(flat(theirs.config)) : null;
   const names = [...new Set([...a.keys(), ...(b ? b.keys() : [])])].sort().filter((name) => !b || a.get(name) !== b.get(name));
-  // What differs from the defaults is marked, and comes first unless two runs are compared.
+  // Settings that differ from the defaults are marked, and come first unless two runs are compared.
   const usual = new Map(flat(mine.defaults || {})), unusual = (name) => usual.size > 0 && a.get(name) !== usual.get(name);
   if (!b) names.sort((one, two) => unusual(two) - unusual(one));
   let filter = "";
