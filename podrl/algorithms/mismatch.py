@@ -116,8 +116,8 @@ def divided(mean: Mapping[str, float]) -> dict[str, float]:
     """Turns metrics by age into means over the tokens of that age, and leaves out ages that no token has.
 
     Args:
-      mean: means over all loss tokens by metric name; a metric by age holds the part of the mean from tokens of this
-        age.
+      mean: for each metric's name, its mean over all loss tokens. If a metric is for one age, its value is the part of
+        this mean that tokens of that age contribute.
     """
     found = {}
     for name, value in mean.items():

@@ -1,4 +1,4 @@
-"""Makes the decoding engine's worker of a process: chooses its share of the lanes, and the ids that end samples."""
+"""Creates the rollout worker of one process: sets the worker's share of the lanes, and the ids that end samples."""
 
 import dataclasses
 

@@ -113,8 +113,8 @@ class ChosenStream(Stream[Item], Generic[Item]):
         if closed + len(self._long[part]) >= len(walk):
             return None
         position, too_long = walk.position, list[TooLong]()
-        # The walk covers two epochs: if only one record may be drawn, it may come first in this epoch, and be read
-        # already, and come last in the next epoch.
+        # The walk covers two epochs. If only one record may be drawn, the walk may have passed it already, at the
+        # start of this epoch, and reach it again only at the end of the next epoch.
         for _ in range(2 * len(walk)):
             number = start + walk.next()
             if is_taken(number):

@@ -22,7 +22,9 @@ PREFIX = "reasoning_gym:"
 # Seconds for a request; a few datasets generate all their problems before they return the first one.
 _DEADLINE_S = 120.0
 _AT_ONCE = 64  # largest number of records that one request asks for
-_LOOKED_AT = 20  # number of problems tried for each question of an evaluation before a dataset counts as too small
+# An evaluation of N different questions searches at most this many times N problems; if these have too few different
+# questions, the dataset counts as too small.
+_LOOKED_AT = 20
 
 
 @functools.cache

@@ -247,7 +247,7 @@ class Session:
             track.handle, track.held = self._count, False
             self._count += 1
             newest = next((version for version in reversed(track.versions) if version >= 0), None)
-            # The sample comes back under the weights that drew its last token (`Track.breaks`).
+            # If the sample continues under the weights that drew its last token, this is a break (`Track.breaks`).
             if newest == self._version and track.breaks[-1:] != [track.sampled]:
                 track.breaks.append(track.sampled)
         self._tracks.update((t.handle, t) for t in tracks)

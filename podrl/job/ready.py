@@ -198,7 +198,8 @@ def _check_field_names(job: Job) -> None:
     """Refuses a field name that the user chose if no record has it: other fields would silently take its place."""
     opened = split(job.data, job.kind.form)
     read: list[tuple[Any, Any]] = [(part.config, part.train) for part in opened.parts]
-    # The held-out records alone may have a field, such as the answers of an evaluation of chat records.
+    # Held-out records are searched too: sometimes only they have a field, such as the answers in an evaluation
+    # of chat records.
     read += [] if opened.evaluation is None else [(job.data, opened.evaluation)]
     for key, usual in (("question_field", QUESTION), ("answer_field", ANSWER)):
         for name in dict.fromkeys(getattr(config, key) for config, _ in read):

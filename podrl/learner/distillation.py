@@ -301,7 +301,7 @@ class DistilledGRPO(GRPO):
         return np.where(hinted_P[experience.rollouts.group_B][:, None], counted_BT, np.float32(0))
 
     def _hint_metrics(self, experience: Experience) -> Mapping[str, float]:
-        """Returns opd/compared: of the tokens with a teacher's weight, the share that lies in samples with a hint.
+        """Returns opd/compared: of loss tokens with teacher_coef above 0, the share that lies in samples with a hint.
 
         Returns no metric if the teacher is the reference, which needs no hint.
         """

@@ -246,7 +246,7 @@ def _planned(setting: Setting, shape: PackShape) -> Placement:
 
 
 def planned_rows(setting: Setting) -> int:
-    """Counts the rows that an update's planned samples need, empty ones left out."""
+    """Counts the rows that an update's planned samples fill at least in part; empty rows do not count."""
     placed = _planned(setting, setting.job.pack_shape(setting.trainer_mesh()))
     return len(set(zip(placed.micro_B.tolist(), placed.row_B.tolist(), strict=True)))
 

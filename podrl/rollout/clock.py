@@ -265,7 +265,7 @@ class WallClock:
         Args:
           step: the newest step, whose batch is not decided or is repeated.
           groups: the open groups.
-          most: number of prompts that can be opened in place of such groups.
+          most: number of prompts in reserve, from which groups can be opened in place of the groups that leave.
         """
         if (known := self._journal.batch(step)) is not None:
             keys = {(index, submit_step) for index, submit_step in known.get("dropped", ())}

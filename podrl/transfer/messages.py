@@ -321,8 +321,8 @@ def bucket_programs(leaves: Sequence[Crossing], union: Mesh, *, in_parts: bool, 
 def _messages(leaves: Sequence[Crossing], flat_bytes: int) -> list[BoxMessage]:
     """Groups the boxes of a bucket's leaves into messages: equal boxes together, small boxes of all shapes together.
 
-    Only small boxes are flattened: flattening a large box costs more than a message saves, because on CPU a strided box
-    is then read word by word.
+    Only small boxes are flattened, to share a message. For a large box, flattening costs more than the avoided
+    message, because on CPU a strided box that is flattened is read word by word.
     """
     alike: dict[tuple[Links, np.dtype, tuple[int, ...]], list[tuple[int, int, tuple[int, ...]]]] = {}
     for place, crossing in enumerate(leaves):
