@@ -125,7 +125,7 @@ def tpu_vm(tmp_path):
 
 
 def test_the_real_gcloud_runs_what_we_say_on_every_worker(tpu_vm, tmp_path):
-    flags = ["--config=a  b.py", '--config.note=it\'s $HOME; "x"']
+    flags = ["--config=grpo_gemma.py", '--config.data.system_prompt=it\'s  $HOME; "x"']
     done = tpu_vm(f"--python={sys.executable}", "--env=NOTE=two  words", "--", *flags)
     assert done.returncode == 7, done.stdout + done.stderr
     for worker in range(WORKERS):
