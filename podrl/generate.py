@@ -28,7 +28,7 @@ from podrl.data import shape, sources
 from podrl.environments import config as env
 from podrl.mappings import JsonObject, Record
 from podrl.runtime import environment, signals
-from podrl.runtime.arguments import Parser, add_device_options, check_numbers
+from podrl.runtime.arguments import Parser, add_device_options, add_history_option, check_numbers
 from podrl.storage import hub, storage
 from podrl.storage.regular import load_object
 from podrl.storage.storage import StorageError, is_remote
@@ -108,13 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--parser", choices=get_args(env.Parser), default="call_tool", help="format of a tool call (env.parser)"
     )
-    parser.add_argument(
-        "--history",
-        choices=get_args(env.History),
-        default="template",
-        help="'template' opens a branch where the chat template renders earlier turns anew, 'append' continues the "
-        "sampled tokens (env.history)",
-    )
+    add_history_option(parser, get_args(env.History))
     parser.add_argument(
         "--max_response",
         type=int,

@@ -25,7 +25,7 @@ from podrl.environments.config import Parser as CallParser
 from podrl.environments.front import Front, FrontSettings, check_packages
 from podrl.environments.wire.requests import Answer, AnswerPart, ParsedRequest, RefusedRequest
 from podrl.runtime import environment, signals
-from podrl.runtime.arguments import Parser, add_device_options, check_numbers
+from podrl.runtime.arguments import Parser, add_device_options, add_history_option, check_numbers
 from podrl.runtime.service import ServiceError
 from podrl.storage import hub
 from podrl.storage.storage import StorageError, locate
@@ -54,13 +54,7 @@ def _parser() -> argparse.ArgumentParser:
         default="hermes",
         help="format in which the model writes a tool call (env.parser)",
     )
-    parser.add_argument(
-        "--history",
-        choices=get_args(History),
-        default="template",
-        help="'template' opens a branch where the chat template renders earlier turns anew, 'append' continues the "
-        "sampled tokens (env.history)",
-    )
+    add_history_option(parser, get_args(History))
     parser.add_argument(
         "--context",
         type=int,

@@ -149,7 +149,7 @@ def check(record: Record, names: Sequence[str], data: DataConfig) -> str:
 
 
 def lacks(record: Record, name: str, data: DataConfig) -> str:
-    """Says that a record lacks a field, or has no text in it, and how to name another field."""
+    """Writes the part of an error about a record without text in field `name`, and how to name another field."""
     if record.get(name) is not None:
         return f"{name!r} is {str(record[name])[:80]!r} ({type(record[name]).__name__}), which is not text"
     keys = {data.question_field: "question_field", data.answer_field: "answer_field"}

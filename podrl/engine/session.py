@@ -24,7 +24,7 @@ from podrl.types import DRAWN, STOP_EOS, STOP_FAILED, STOP_LENGTH, STOP_STRING, 
 
 @dataclasses.dataclass(frozen=True)
 class Opening:
-    """How a sample continues: tokens to append without sampling them, and the limits for sampling after them.
+    """Tells the engine which tokens to append to a sample without sampling them, and when to stop sampling after them.
 
     Attributes:
       tokens: token ids to append ("appended tokens": text of tools, environments and requests).
@@ -201,8 +201,8 @@ class Session:
           keys_G2: a random key per sample, uint32.
           sampling: settings with `max_new` set; an opening's stop strings replace the stop strings of these settings.
           pieces: number of groups of samples that may run on different shards (`Scheduler.add`).
-          openings: one Opening per sample; its tokens must fit the cache. Samples with openings pause instead of
-            ending. Empty for samples that end by themselves.
+          openings: Opening of each sample, whose tokens must fit the cache; empty if there are none. A sample with an
+            opening pauses where a sample without one ends.
 
         Returns:
           The samples' records.

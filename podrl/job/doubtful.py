@@ -152,6 +152,9 @@ def _values(job: Job) -> Iterator[str]:
             f"trainer.learning_rate={rate:g} moves every weight by about {rate:g} in each update, which destroys a "
             "trained model: usual rates are 1e-7 to 1e-2."
         )
+    every = job.trainer.eval_every_n_steps
+    if every and not (job.eval.problems or job.eval.sets):
+        yield f"trainer.eval_every_n_steps={every} has no effect: eval.problems=0 leaves evaluations out."
     try:
         opened = split(job.data, job.kind.form)
     except FileNotFoundError:  # a dry run on a machine that lacks the run's files
@@ -159,7 +162,8 @@ def _values(job: Job) -> Iterator[str]:
     records = sum(len(part.train) for part in opened.parts)
     key = f"{job.section}.batch_size" if job.kind.offline else "rollout.prompts_per_step"
     batch = job.algo.batch_size if job.kind.offline else job.rollout.prompts_per_step
-    if 0 < records < batch and not job.env.used:  # an environment may draw another game each time
+    is_game = bool(set(job.env.choices) - {TOOLS, NONE})  # an environment of the user may draw another game each time
+    if 0 < records < batch and not is_game:
         yield (
             f"{key}={batch} is more than the {plural(records, 'record')} to train on, so every step has some of them "
             f"several times: set it to at most {records}."

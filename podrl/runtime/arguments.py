@@ -5,6 +5,7 @@ A wrong argument ends a command with one sentence and exit code 1.
 
 import argparse
 import math
+from collections.abc import Sequence
 from typing import NoReturn
 
 from podrl.runtime.watchdog import EXIT_USER
@@ -38,6 +39,17 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Prints the error in one line and exits with code 1."""
         self.exit(EXIT_USER, f"{self._module}: error: {message} (see {self.prog} --help)\n")
+
+
+def add_history_option(parser: argparse.ArgumentParser, choices: Sequence[str]) -> None:
+    """Adds --history; `choices` are the values of env.history, the default first."""
+    parser.add_argument(
+        "--history",
+        choices=choices,
+        default=choices[0],
+        help="'template' opens a branch where the chat template renders earlier turns anew, 'append' continues the "
+        "sampled tokens (env.history)",
+    )
 
 
 def add_device_options(parser: argparse.ArgumentParser) -> None:

@@ -224,6 +224,13 @@ def test_a_prompt_far_longer_than_the_others_is_shown_at_every_start(tmp_path, t
     assert pipeline.longest_prompt(config, tokenizer) == 64 and not caplog.text
 
 
+def test_the_only_prompt_is_not_longer_than_others(tmp_path, tokenizer, caplog):
+    path = tmp_path / "d.jsonl"
+    path.write_text(json.dumps({"question": "17+" + "1" * 900, "answer": "1"}) + "\n")
+    assert pipeline.longest_prompt(DataConfig(path=str(path), eval_fraction=0.0), tokenizer) > 900
+    assert not caplog.text
+
+
 def test_the_longest_prompt_is_looked_for_again_only_where_it_may_have_changed(tmp_path, tokenizer, monkeypatch):
     looked = []
 

@@ -36,6 +36,7 @@ def job(algorithm, **sections):
         ("grpo", {"model": {"lora": {"alpha": 8.0}}}, "model.lora.alpha=8.0 has no effect: model.lora.rank=0"),
         ("grpo", {"reward": {"model_weight": 2.0}}, "reward.model_weight=2.0 has no effect: reward.model is empty"),
         ("grpo", {"eval": {"problems": 0, "samples": 9}}, "eval.samples=9 has no effect: eval.problems=0"),
+        ("grpo", {"eval": {"problems": 0}, "trainer": {"eval_every_n_steps": 5}}, "trainer.eval_every_n_steps=5"),
         ("grpo", {"trainer": {"critic_learning_rate": 0.5}}, "trainer.critic_learning_rate=0.5"),
         ("reward_model", {"trainer": {"balance_coef": 0.5}}, "trainer.balance_coef=0.5 has no effect: a reward model"),
         ("grpo", {"trainer": {"end_fraction": 0.5}}, "trainer.end_fraction=0.5 has no effect: trainer.schedule"),
@@ -112,13 +113,13 @@ def test_devices_for_both_roles_are_named_in_a_pod():
     assert doubtful(colocated, pod=True) == ["roles.colocated=True has no effect: in a pod every host has one role."]
 
 
-def test_an_evaluation_turned_off_and_a_game_in_one_record_are_no_mistake(tmp_path):
+def test_one_record_is_too_few_but_for_a_game(tmp_path):
     (tmp_path / "games.jsonl").write_text('{"question": "Guess.", "answer": ""}\n')
-    off = {"eval": {"problems": 0}, "trainer": {"eval_every_n_steps": 5}}
-    assert doubtful(job("grpo", **off)) == []
-    data = {"path": f"{tmp_path}/games.jsonl"}
-    assert "rollout.prompts_per_step=8 is more than the 1 record" in doubtful(job("grpo", **off, data=data))[0]
-    assert (
-        doubtful(job("grpo", **off, data=data, rollout={"max_response_tokens": 64}, env={"tools": ("calculator",)}))
-        == []
-    )
+    few = {"eval": {"problems": 0}, "data": {"path": f"{tmp_path}/games.jsonl"}}
+    with_turns = {**few, "rollout": {"max_response_tokens": 64}}
+    for found in (
+        doubtful(job("grpo", **few)),
+        doubtful(job("grpo", **with_turns, env={"tools": ("calculator",)})),
+    ):
+        assert "rollout.prompts_per_step=8 is more than the 1 record" in found[0]
+    assert doubtful(job("grpo", **with_turns, env={"environment": "guess.py:GuessNumber"})) == []
