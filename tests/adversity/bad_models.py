@@ -71,7 +71,7 @@ def _tensors(**changed):
 
 
 def _lost_shard(model: pathlib.Path) -> None:
-    """Writes an index that names two files, of which the second is missing."""
+    """Writes an index that names two files; the second file is missing."""
     there, lost = (f"model-0000{n}-of-00002.safetensors" for n in (1, 2))
     tensors = dict(load_file(model / "model.safetensors"))
     files = {name: lost if name == "model.norm.weight" else there for name in tensors}

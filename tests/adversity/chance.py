@@ -1,7 +1,7 @@
-"""A tool whose answers differ in every life of a run; files in its working directory control it.
+"""A tool whose answers a test can change between the lives of a run; files in its working directory control it.
 
 The answers depend on file `world`. File `calls` has one byte per call, over all lives. File `kill_at_calls` lists
-calls: during such a call the tool kills the process that made it, which therefore never gets the answer.
+numbers of calls: during each of these calls the tool kills its caller, so the caller never gets the answer.
 """
 
 import contextlib

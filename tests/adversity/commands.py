@@ -33,7 +33,7 @@ class Bad:
       args: arguments of the command; paths are relative to an empty directory.
       words: words that the error message must contain.
       command: 'launch', 'generate', 'export' or 'plan'.
-      files: content of each file by its name, or a function that makes the file or directory at that path.
+      files: for each file name the content, or a function that makes the file or directory at a path.
       environment: environment variables of the command.
     """
 

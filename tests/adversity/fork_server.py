@@ -1,4 +1,4 @@
-"""Runs podrl's commands in forks of one process that has imported their modules and started nothing.
+"""Runs podrl's commands in forks of one process that has imported their modules but started no backend.
 
     python fork_server.py        # one request per line on stdin, one answer per line on stdout, both JSON
 
@@ -66,7 +66,7 @@ def _child(request: dict) -> int:
             sys.stderr.write(stop.code + "\n")
             return 1
         return stop.code or 0
-    except BaseException:  # noqa: BLE001 - what Python itself would print
+    except BaseException:  # noqa: BLE001 - prints what Python itself would print
         traceback.print_exc()
         return 1
     return 0
@@ -86,7 +86,7 @@ def _run(request: dict) -> dict:
                 sys.stderr.flush()
             os._exit(code)
     ended = os.pidfd_open(pid)
-    in_time, _, _ = select.select([ended], [], [], request["deadline_s"])  # short waits: there are hundreds of rows
+    in_time, _, _ = select.select([ended], [], [], request["deadline_s"])  # returns at once when the child ends
     os.close(ended)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)  # before waitpid(), so that the group's id is still the child's

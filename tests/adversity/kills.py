@@ -8,12 +8,12 @@ A life of a run ends by SIGKILL, either just before a chosen change to its files
 and remove in the run directory counts) or at a random time after its first change. In a pod a random process or the
 launcher dies. A process that calls a tool is also killed between call and answer. After its lives a run is started once
 more. It must end with exit code 0, and its metrics, samples, weights and optimizer must equal those of an undisturbed
-run bit for bit. A run by the wall clock must train on each prompt once and equal its own repetition.
+run bit for bit. A run by the wall clock must instead train on each prompt once, and podrl.replay must repeat it.
 
 With --grid a random process of every run is killed after each of its steps, in all combinations of: staleness 2 and 3;
-full training and LoRA; with tools and without; one process, a shared pod and a split pod. With --hosts only rollout
-hosts die, at random times of one run of 30 steps with staleness 2, in a split pod of one trainer and two rollout hosts;
-the launcher starts them again.
+full training and LoRA; with tools and without; one process, a shared pod and a split pod. With --hosts there is one
+run of 30 steps with staleness 2, in a split pod of one trainer and two rollout hosts. Only rollout hosts are killed, at
+random times, and the launcher starts them again.
 """
 
 import argparse
@@ -53,7 +53,8 @@ _WALL = ("--config.rollout.clock=wall", f"--config.grpo.max_staleness={WALL_STAL
 _FEW_LANES = ("--config.rollout.lanes=4", "--config.rollout.max_tokens_to_generate=40")  # weights change mid-sample
 _THREE = ("--local_processes=3", "--topology=split", "--config.roles.trainer.hosts=0")
 _ADAPTERS = ("--config.model.lora.rank=4", "--config.trainer.learning_rate=2e-3")
-# The teacher is the model that the run starts from: it pulls against the rewards. All logits of both are compared.
+# The teacher is the model that the run starts from: it pulls against the rewards. The comparison of teacher and policy
+# uses all logits.
 _TAUGHT = ("--config.algorithm=opd", f"--config.model.reference={TINY}", "--config.grpo.teacher_kl=full")
 
 
@@ -117,8 +118,8 @@ class Whole:
 
 
 class Life:
-    """One start of a run, whose process is killed at a change of the run directory: at the `at`-th, or at one of path
-    `at`."""
+    """One start of a run. Its process is killed at change number `at` of the run directory, or at a change whose path
+    contains `at`; if `at` is 0, nothing is killed."""
 
     def __init__(self, variant: str, workdir: pathlib.Path, *, at: int | str = 0):
         workdir.parent.mkdir(parents=True, exist_ok=True)
@@ -140,7 +141,7 @@ class Life:
         return self._log.read_text().split("\n")[:-1] if self._log.exists() else []
 
     def first_change(self) -> bool:
-        """Waits for the first change; False if the run ended without any."""
+        """Waits for the first change; False if the run ended without a change."""
         while not self._log.exists():
             if self.process.poll() is not None:
                 return False
@@ -209,7 +210,7 @@ def disturbed(
     """Runs a variant, kills it up to `lives` times, and asserts that it ends as `whole` did; returns the kills in
     words.
 
-    A life that reaches the run's end before its moment counts as no kill, but the run is compared all the same.
+    A life that reaches the run's end before the kill counts as no kill, but the run is compared all the same.
     `by_time` is the share of kills at random times; the other kills come at changes, which a first life always reaches.
     """
     kills: list[str] = []
@@ -220,14 +221,14 @@ def disturbed(
             kill = _killed_in_calls
         life, moments = kill(variant, folder / "run", whole, rng)
         kills += moments
-        # -9 is the kill itself. A pod exits with 42, but goes on if a rollout host of a split pod died.
+        # Exit code -9 is the kill itself. A pod exits with 42, but a split pod goes on if a rollout host died.
         assert life.process.returncode in (-signal.SIGKILL, 42, 0), f"{variant}, killed {kills}:\n{life.output()}"
         if life.process.returncode == 0:
             break
     last = Life(variant, folder / "run")
     assert last.end() == 0, f"{variant}, killed {kills}:\n{last.output()}"
     try:
-        if "wall" in variant:  # different seeds, so that no two runs are alike and each can be repeated
+        if "wall" in variant:  # two such runs differ, but podrl.replay repeats each of them
             flags = [flag for flag in VARIANTS[variant] if flag.startswith(_PROCESSES)]
             wall_clock_kept(folder / "run", *flags, prompts=4, staleness=WALL_STALENESS)
         else:
@@ -243,7 +244,7 @@ def killed_after_steps(
 ) -> list[str]:
     """Kills a random process after each of these steps, asserts that the run ends as `whole` did; returns the kills.
 
-    A life goes on if the process was a rollout host of a split pod.
+    A life goes on if the killed process was a rollout host of a split pod.
     """
     workdir, moments = folder / "run", []
     life = Life(variant, workdir)
@@ -318,7 +319,7 @@ def _trained(workdir: pathlib.Path, step: int) -> bool:
 
 
 def killed_in_calls(variant: str, workdir: pathlib.Path, calls: list[int]) -> tuple[Life, list[str]]:
-    """A life in which the process that makes one of these calls (counted over all lives) dies before the answer."""
+    """Runs a life; the process that makes one of these calls (counted over all lives) is killed before the answer."""
     workdir.parent.mkdir(parents=True, exist_ok=True)
     (workdir.parent / "kill_at_calls").write_text(" ".join(map(str, calls)))
     life = Life(variant, workdir)
@@ -328,7 +329,7 @@ def killed_in_calls(variant: str, workdir: pathlib.Path, calls: list[int]) -> tu
 
 def _killed_in_calls(variant: str, workdir: pathlib.Path, whole: Whole, rng: random.Random) -> tuple[Life, list[str]]:
     made = calls_made(workdir.parent)
-    # A rollout host of a split pod is replaced, so the next one can be killed, too.
+    # A dead rollout host of a split pod is replaced, so several can be killed in one life.
     further = sorted(rng.sample(range(1, whole.calls // 2), 3 if "split" in variant else 1))
     return killed_in_calls(variant, workdir, [made + call for call in further])
 
@@ -339,7 +340,7 @@ def _killed_at_a_change(
     at = rng.randint(1, max(whole.changes // 2, 1))
     life = Life(variant, workdir, at=at)
     life.end()
-    # In a pod only the leader writes the run directory, so the numbers are those of one process.
+    # In a pod only the leader writes the run directory, so one process numbers all changes.
     done = [line.split(maxsplit=3) for line in life.changes()]
     last = next((change for change in done if int(change[1]) == at), None)
     return life, [f"before change {at} ({' '.join(last[2:])})"] if last else []
@@ -409,7 +410,7 @@ def main() -> int:
 
 
 def _run_grid(words: Sequence[str], rng: random.Random, say: Callable[[str], None]) -> int:
-    """Runs the combinations; reports each run that ends differently, and makes the exit code 1."""
+    """Runs the combinations; reports each run that ends differently; returns the exit code, 1 if there was one."""
     failed = 0
     with tempfile.TemporaryDirectory(prefix="podrl-kills-") as top:
         folder = pathlib.Path(top)

@@ -2,8 +2,9 @@
 
     python tests/adversity/save_cost.py --megabytes=500 --rounds=5
 
-Every round saves a state of float32 arrays on one device, once with checksums and once without, and waits until it is
-on disk. It measures the processor time of all threads: wall-clock time varies more, with other programs and the disk.
+Every round saves a state of float32 arrays on one device, once with checksums and once without, and waits until the
+state is on disk. It measures the processor time of all threads, because other programs and the disk change wall-clock
+time more.
 """
 
 import argparse

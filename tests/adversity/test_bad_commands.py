@@ -32,7 +32,7 @@ def commands():
 def refused(bad: Bad, done: Done) -> None:
     """Asserts exit code 1, and one sentence on stderr that has all words and no traceback.
 
-    Warnings may precede the sentence, and on a busy machine so may a line about a stage that took over three seconds.
+    Warnings may precede the sentence; on a busy machine a line about a stage of over three seconds may precede it, too.
     """
     *before, said = done.stderr.strip().split("\n")
     assert all(line.startswith("WARNING") or " s so far" in line for line in before), done.stderr
@@ -45,8 +45,7 @@ def refused(bad: Bad, done: Done) -> None:
 
 
 def nothing_in_the_way(directory: pathlib.Path) -> None:
-    """Asserts that a corrected command, which has another configuration, can use the directory that the failed one
-    left."""
+    """Asserts that a corrected command can use the failed command's directory, although its configuration differs."""
     mine = directory / "run"
     if mine.is_dir() and not (directory / "given").exists():
         Run(mine, config={"another": json.dumps("configuration")})

@@ -1,8 +1,8 @@
 """One flipped bit in any file of a run directory is detected, or the run resumes from the same bits.
 
-A run with a batch in flight is made once. Then single bits are flipped in copies of it, file by file, and the files are
-read as a resumed run and an export read them: they must be refused, or give the same bits as before. Whole runs are
-resumed at the end.
+The tests share one run with a batch in flight. They flip single bits in copies of it, file by file, and read the files
+as a resumed run and an export do: a damaged file must be refused, or give the same bits as before. The last test
+resumes a whole run.
 """
 
 import json
@@ -104,7 +104,8 @@ def test_every_file_of_a_checkpoint(whole, tmp_path, step):
 
 
 def test_an_export_of_a_damaged_checkpoint_takes_the_one_before(whole, tmp_path, caplog):
-    """Flips bits of every data file of the newest checkpoint; only the adapters are read."""
+    """Flips bits of every data file of the newest checkpoint. An export reads only the adapters, so damage
+    elsewhere does not matter to it."""
     workdir = tmp_path / "run"
     shutil.copytree(whole, workdir)
     folder = workdir / "checkpoints" / NEWEST

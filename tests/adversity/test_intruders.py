@@ -16,7 +16,7 @@ from waits import PATIENCE_S, until
 from podrl.runtime.channel import Channel
 from podrl.runtime.message import PIECE, Message
 
-# An endpoint in a process that may open 1,024 files and no more. Its answers prove that it can still open some.
+# An endpoint in a process that may open 1,024 files and no more. Its answers prove that it can still open 100.
 ENDPOINT = """
 import os, pathlib, sys
 from podrl.runtime.channel import Channel
@@ -39,7 +39,7 @@ GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"CURVE".ljust(20, b"\0") + by
 LONG = b"\x06" + struct.pack(">Q", 1 << 29)  # a command of half a gigabyte
 HOSTILE = {
     "one byte": b"\xff",
-    "eight zeros": bytes(8),  # such bytes at its transfer port abort a jax process
+    "eight zeros": bytes(8),  # a jax process aborts if its transfer port gets these bytes
     "zeros": bytes(64),
     "HTTP": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
     "TLS": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(range(200)),
@@ -52,14 +52,14 @@ HOSTILE = {
 
 
 def limited(limits: str, program: str) -> list[str]:
-    """Runs a Python program under limits that a shell sets, because our code could hang in a fork of a process with
-    jax."""
+    """Returns the command of a Python program under limits. A shell sets them, because our code could hang in a fork of
+    a process with jax."""
     return ["bash", "-c", f'{limits}; exec "$0" -c "$1"', sys.executable, program]
 
 
 @contextlib.contextmanager
 def endpoint(descriptors: int = 1024):
-    """Starts an endpoint that may open at most `files` descriptors: (process, address)."""
+    """Starts an endpoint that may open at most `descriptors` files: (process, address)."""
 
     process = subprocess.Popen(
         limited(f"ulimit -n {descriptors}", ENDPOINT), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

@@ -1,8 +1,8 @@
-"""Runs killed at chosen and random moments end bitwise as undisturbed runs, or can be repeated.
+"""A run that is killed at chosen or random moments ends bitwise as an undisturbed run, or can be repeated.
 
-Each topology gets one combination of staleness, adapters and tools, and every commit chooses another one; kills.py as a
-command tests more. A CI run that leaves tests out (--since) kills after one step; a nightly run or a run by hand kills
-after each step.
+Each topology gets one combination of staleness, adapters and tools. The combination differs from commit to commit;
+kills.py as a command tests more of them. A CI run that leaves tests out (--since) kills after one step; a nightly run
+or a run by hand kills after each step of STEPS_OF.
 """
 
 import pathlib
@@ -25,7 +25,7 @@ from kills import (
 from processes import comparable, job, run, same_end
 
 pytestmark = pytest.mark.e2e
-# Together with the kills of the tests below there are 31; a life of a pod costs twice as much as one of a single
+# With the kills of the tests below there are 31 kills; a life of a pod costs twice as much as a life of a single
 # process. DPO and SFT are killed in tests/e2e/test_supervised_runs.py.
 KILLS = {
     "single": 2,
@@ -38,11 +38,11 @@ KILLS = {
     "hybrid": 2,
     "hybrid, split": 1,
 }
-# The source files that each variant tests; without a change to them it is killed in nightly runs only. Variants without
-# such files are killed at chosen moments on every change: a single process below, PPO in tests/e2e/test_algorithms.py,
-# training on the data's answers in tests/e2e/test_supervised_runs.py, a pod with the wall clock in
-# tests/e2e/test_wall_clock.py. The variant with a teacher is killed in tests/e2e/test_pods.py when the comparison with
-# the teacher changes.
+# The source files that each variant tests: unless one of them changes, the variant is killed in nightly runs only. On
+# every change other tests kill the variants without files, at chosen moments: a single process below, PPO in
+# tests/e2e/test_algorithms.py, training on the data's answers in tests/e2e/test_supervised_runs.py, a pod with the wall
+# clock in tests/e2e/test_wall_clock.py. The variant with a teacher is killed in tests/e2e/test_pods.py when the
+# comparison with the teacher changes.
 ABOUT = {
     "single": (),
     "opd": (),
@@ -58,7 +58,7 @@ TOOLS = pytest.mark.nightly("podrl/environments/journal.py", "podrl/rollout/epis
 OPTIMISED = ("single", "shared")  # a process and a pod whose programs are compiled as for users
 # A split pod is killed on every change, and one process in tests/e2e/test_algorithms.py.
 GROUPS = pytest.mark.nightly("podrl/learner/pods", "podrl/storage/checkpoint.py", "podrl/rollout/open_groups.py")
-# Steps after which a process is killed; the death of a split pod's rollout host mostly ends no other process.
+# Steps after which a process is killed. In a split pod the death of a rollout host mostly ends no other process.
 STEPS_OF = {"single": (1, 3), "shared": (2, 3), "split": (1, 2, 3)}
 
 
@@ -99,7 +99,7 @@ def test_runs_killed_after_their_steps_end_as_undisturbed_ones(topology, tmp_pat
     steps = rng.sample(STEPS_OF[topology], 1) if pytestconfig.getoption("since") else STEPS_OF[topology]
     kills = killed_after_steps(variant, tmp_path, whole, rng, steps)
     assert kills, f"No kill met a live run of {variant}."
-    print(f"{variant}: {kills}")  # noqa: T201 - which one it was
+    print(f"{variant}: {kills}")  # noqa: T201 - shows which combination was run
 
 
 def _knows_all_versions(workdir):
@@ -118,7 +118,7 @@ def test_killed_runs_end_as_undisturbed_ones(variant, tmp_path):
     rng, wanted = random.Random(variant), KILLS[variant]
     kills = len(disturbed(variant, tmp_path / "killed", whole, wanted, rng))
     for spare in range(wanted - kills):
-        # The run may end before a moment comes; but a first life always reaches its first changes.
+        # The run may end before a random moment comes, but a first life always reaches its first changes.
         again = disturbed(variant, tmp_path / f"spare-{spare}", whole, 1, rng, by_time=0.0)
         assert len(again) == 1, f"No kill met a live run of {variant}."
 
@@ -131,8 +131,8 @@ def with_tools(tmp_path_factory):
 @TOOLS
 @pytest.mark.parametrize("variant", ["tools", "tools, split"])
 def test_answers_that_were_used_are_given_again(variant, with_tools, tmp_path):
-    """Everything is sampled but nothing saved when the tool changes its answers: the run still ends as one without a
-    kill."""
+    """The tool changes its answers when everything is sampled and nothing is saved. The run must still end as an
+    undisturbed run."""
     workdir = tmp_path / "run"
     first = Life(variant, workdir, at=f"/checkpoints/{STEPS}")
     assert first.end() in (-9, 42), first.output()
@@ -143,13 +143,13 @@ def test_answers_that_were_used_are_given_again(variant, with_tools, tmp_path):
     assert last.end() == 0, last.output()
     same_end(workdir, with_tools)
     assert '"replayed": true' in (workdir / "samples.jsonl").read_text()
-    assert not list((workdir / "outside").iterdir())  # a checkpoint has passed them
+    assert not list((workdir / "outside").iterdir())  # a checkpoint has made the records superfluous
 
 
 @TOOLS
 @pytest.mark.parametrize("variant", ["tools", "tools, split"])
 def test_killed_between_call_and_answer_at_every_step(variant, with_tools, tmp_path):
-    """The process that asks dies and the next start goes on; in a split pod another rollout host takes over."""
+    """The process that makes the call dies, and the next start goes on; a split pod starts its rollout host again."""
     drawn, asked, kills = _calls(with_tools), [], []
     for step, calls in enumerate(drawn):
         asked.append(sum(drawn[:step]) + calls // 2 + len(asked))  # a call that was not answered is made again
@@ -161,7 +161,7 @@ def test_killed_between_call_and_answer_at_every_step(variant, with_tools, tmp_p
     if life.process.returncode:
         life = Life(variant, tmp_path / "run")
         assert life.end() == 0, life.output()
-        # Calls recorded before the last kill were not repeated; calls under way at that time were.
+        # Calls recorded before the last kill were not repeated; calls under way at that time were repeated.
         assert calls_made(tmp_path) - made == sum(drawn) - recorded
     assert len(kills) == len(drawn) == STEPS
     assert life.output().count("it is started again") == (STEPS if "split" in variant else 0)
@@ -191,7 +191,7 @@ def test_a_bucket_has_the_answers_for_another_machine(with_tools, bucket, monkey
     here = bucket.download("runs/tools", tmp_path / "here")
     same_end(here, with_tools)
     assert '"replayed": true' in (here / "samples.jsonl").read_text()
-    assert bucket.names("runs/tools/outside/") == []  # a checkpoint has passed them
+    assert bucket.names("runs/tools/outside/") == []  # a checkpoint has made the records superfluous
 
 
 def _recorded(workdir):

@@ -1,4 +1,4 @@
-"""User code gets no secret of the job and no more of the machine than allowed, and no access by links in files."""
+"""User code gets no secret of the job and no more of the machine than allowed; a model names only its own files."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from podrl.models.tensor_files import scan_directory
 from podrl.rewards.compose import RewardConfig, RewardError, Rewards
 from podrl.workers.user_code import Limits, forget, is_secret
 
-# Reward functions of a user, which write into files beside them what they can see and what is refused.
+# A user's reward functions: the first writes down what it can see, each of the others needs what a limit refuses.
 FUNCTIONS = """
 import json, os, pathlib, resource
 

@@ -193,7 +193,7 @@ def test_an_owner_whose_lease_was_taken_over_ends(shared):
 
 
 def test_a_lease_of_elsewhere_that_is_given_back_is_free_before_it_expires(tmp_path, monkeypatch):
-    """The file of the lease is gone then; a process that waited for the lease makes a new file at the path."""
+    """The other owner removes the lease's file; a process that waited for the lease makes a new file at the path."""
     monkeypatch.setattr(lock, "BEAT_S", 0.05)
     proc = lock._proc
     mounts = f"server:/x {tmp_path} nfs4 rw 0 0\n"

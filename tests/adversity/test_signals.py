@@ -1,4 +1,4 @@
-"""At any moment a signal ends a command with one sentence and the documented code, and no process stays."""
+"""At any moment a signal ends a command with one sentence and the documented code, and no process stays alive."""
 
 import os
 import pathlib

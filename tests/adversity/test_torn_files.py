@@ -1,4 +1,4 @@
-"""A run reopens its files however they were cut off and whatever follows, and keeps every whole record."""
+"""A run reopens files that were cut off anywhere, with any bytes behind the cut, and keeps every whole record."""
 
 import json
 import pathlib
@@ -108,7 +108,7 @@ def test_what_is_lost_or_changed_is_said(written, tmp_path):
     log.close()
     assert log.problems[0].startswith("metrics.jsonl is not what this run wrote: ")
     (tmp_path / "metrics.jsonl").unlink()
-    with Run(tmp_path, log=_QUIET) as run:  # a checkpoint of a version without marks
+    with Run(tmp_path, log=_QUIET) as run:  # as with a checkpoint of a version without marks
         run.open_metrics(4)
         assert run.metrics is not None and [text.partition(":")[0] for text in run.metrics.problems] == [
             "metrics.jsonl is gone"
