@@ -66,7 +66,8 @@ def test_rewards_scaled_by_the_batch():
 def test_the_others_by_hand():
     loo = advantages.leave_one_out(REWARD_B, group_B=of(REWARD_B, 4))
     np.testing.assert_allclose(loo, [2 / 3, -2 / 3, 0, 0, 2, -2 / 3, -2 / 3, -2 / 3])
-    # The others of (3, 0, 0): none differ for the first, (3, 0) with deviation 3 / sqrt(2) for each of the rest.
+    # Rewards 3, 0, 0: the others of the first sample are equal; the others of each zero are 3 and 0, with deviation
+    # 3 / sqrt(2).
     scaled = advantages.leave_one_out(np.array([3.0, 0, 0]), group_B=np.zeros(3, int), scale="std", eps=0.0)
     np.testing.assert_allclose(scaled, [3, -1.5 / (3 / 2**0.5), -1.5 / (3 / 2**0.5)])
     pair = advantages.leave_one_out(np.array([3.0, 1.0]), group_B=np.zeros(2, int), scale="std")
@@ -103,7 +104,7 @@ def test_discount_counts_sampled_tokens_only():
 @pytest.mark.parametrize("xp", [np, jnp], ids=["numpy", "jax"])
 @pytest.mark.parametrize("kind", OUTCOME)
 def test_equal_rewards_teach_nothing(kind, xp):
-    # 0.1 has no exact mean in binary: without care the rounding is divided by the small eps.
+    # 0.1 has no exact mean in binary: without care a rounding error would be divided by the small eps.
     reward_B = xp.asarray(np.full(8, 0.1, np.float32))
     advantage_BT = estimate(kind, reward_B, xp.asarray(MASK_BT.astype(np.float32)))
     assert np.all(np.asarray(advantage_BT) == 0.0)

@@ -51,7 +51,7 @@ def test_unknown_and_ambiguous_names(mode):
         canonical_mode(mode)
 
 
-# A row of two losses and a row of one: N = 2, and with L = 10 the five modes give five numbers.
+# A row of two losses and a row of one loss: N = 2, and with L = 10 the five modes give five numbers.
 TWO_BT, TWO_MASK_BT = jnp.array([[3.0, 5.0], [4.0, 0.0]]), jnp.array([[1.0, 1.0], [1.0, 0.0]])
 NAMES = {  # (preset, name): the loss that the framework's own code computes for the rows
     ("verl_grpo", "token-mean"): 12 / 3,

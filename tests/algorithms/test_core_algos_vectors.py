@@ -35,7 +35,7 @@ TOLERANCE = {np.float64: 1e-9, np.float32: 1e-5}
 
 
 def of(reward_B, size):
-    """The index of samples in groups of one size, group after group."""
+    """Returns the group index of samples in groups of one size, group after group."""
     return np.arange(len(reward_B)) // size
 
 
@@ -202,7 +202,7 @@ POLICY_LOSSES = {
     "sapo": {"policy_loss_fn": "sapo"},
     "gpg": {"policy_loss_fn": "gpg", "loss_agg_mode": "token-mean"},
     "cispo": {"policy_loss_fn": "cispo", "loss_agg_mode": "token-mean"},
-    # The file does not say kl_cov's share of tokens; its gradients show three of the fourteen penalised.
+    # The file does not say kl_cov's share of tokens; its gradients show that 3 of the 14 tokens are penalised.
     "kl_cov": {"policy_loss_fn": "kl_cov", "loss_agg_mode": "token-mean", "cov_fraction": 0.25},
 }
 
@@ -309,7 +309,7 @@ def test_losses_of_presets(name, corrected, dtype):
     value, grad_BT = jax.value_and_grad(loss)(x.log_prob)
     group = VECTORS["policy_loss (grpo advantages, clip .2/.28, c=3, tau 1/1.05, token-mean)"]
     expected = group[key + (" +token TIS C=2" if corrected else "")]
-    # Means over a sequence are n and not verl's n + 1e-8 in all presets but verl_grpo.
+    # All presets but verl_grpo divide a sequence's sum by n, and not by verl's n + 1e-8.
     tolerance = TOLERANCE[dtype] if policy_loss.settings.mode == "token-mean" else 1e-5
     np.testing.assert_allclose(value, expected["loss"], rtol=tolerance, atol=1e-7)
     np.testing.assert_allclose(grad_BT, expected["grad"], rtol=tolerance, atol=1e-7)
@@ -358,7 +358,7 @@ def test_bands_are_the_rejection_masks(dtype):
     icepop_BT = corrections.importance_weight(*pair, *x.where, "icepop", low=0.5, high=2.0)
     kept_BT = np.array(VECTORS["rejection"]["token_k1 0.5_2.0"])
     close(masked(icepop_BT, x.mask), kept_BT * np.exp(np.asarray(x.old_log_prob - x.rollout_log_prob)), dtype)
-    # verl's band is on sampler over trainer, the reciprocal.
+    # verl's band bounds sampler over trainer, the reciprocal of our weight.
     geometric_BT = corrections.importance_weight(*pair, *x.where, "geometric_mask", low=1 / 1.1, high=1 / 0.9)
     close(masked(geometric_BT, x.mask), VECTORS["rejection"]["seq_mean_k1 0.9_1.1"], dtype)
 

@@ -48,7 +48,7 @@ def test_weights_by_hand(kind, low, high, expected):
 
 
 def test_a_sequence_beyond_the_bound_is_left_out():
-    """Three sequences of two tokens: products of weights 4, 2 and 0.25; the last token of all is masked."""
+    """Three sequences of two tokens: products of weights 4, 2 and 0.25; a masked token follows."""
     log_w_BT = jnp.log(jnp.array([[2.0, 2.0, 4.0, 0.5, 0.5, 0.5, 7.0]]))
     mask_BT = jnp.array([[1.0, 1, 1, 1, 1, 1, 0]])
     where = (mask_BT, jnp.array([[2.0] * 6 + [1.0]]), jnp.array([[1, 1, 2, 2, 3, 3, 0]]))

@@ -1,4 +1,4 @@
-"""The cross-entropy of observed tokens by hand, beside a policy loss whose divisor is another, and against torch."""
+"""The cross-entropy of observed tokens by hand and against torch, beside a policy loss with a divisor of its own."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ def double_precision():
 
 def test_what_was_observed():
     mask_BT = np.array([[0, 0, 1, 1, 0, 0, 1, 0, 0], [0, 1, 1, 0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 0, 0, 0]])
-    # The second sample ends with a tool's answer, because it had no room left to go on; the third was never begun.
+    # The second sample ends with a tool's answer, because no room was left behind it; the third has no sampled token.
     found_BT = observed(mask_BT, np.array([7, 5, 6]), np.zeros(mask_BT.shape, np.int16))
     np.testing.assert_array_equal(found_BT.nonzero(), ([0, 0, 1, 1], [4, 5, 3, 4]))
 
@@ -66,7 +66,8 @@ def test_the_gradient_is_that_of_torch():
 
 
 def test_the_prompt_of_a_later_piece_is_no_observation():
-    """In pieces of 3, 4 and 2 tokens only given tokens after a piece's own first sampled token count as observed."""
+    """The pieces have 3, 4 and 2 tokens. A token that was not sampled counts as observed only behind the first sampled
+    token of its own piece."""
     mask_BT = np.array([[0, 1, 0, 0, 0, 1, 0, 0, 0, 0]])
     piece_BT = np.array([[0, 0, 0, 1, 1, 1, 1, 2, 2, 0]])
     np.testing.assert_array_equal(observed(mask_BT, np.array([9]), piece_BT), [[0, 0, 1, 0, 0, 0, 1, 0, 0, 0]])

@@ -1,4 +1,4 @@
-"""Groups by index, of any size, in any order, incomplete: every estimator gives the same as for each group alone."""
+"""Groups may have any size and order and be incomplete: an estimator treats each group as if it were alone."""
 
 import dataclasses
 import functools

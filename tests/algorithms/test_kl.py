@@ -59,7 +59,7 @@ def test_finite_differences(mode):
 
 
 def _expected(mode, logits_V, ref_V):
-    """Averages the estimate over all tokens, and its gradient with the sampling probabilities held constant."""
+    """Averages the estimate and its gradient over all tokens; the gradient holds sampling probabilities constant."""
     prob_V = jax.nn.softmax(logits_V)
 
     def estimate(logits_V):

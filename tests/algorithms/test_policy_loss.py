@@ -107,7 +107,7 @@ def one_row(**arrays):
         ({"policy_loss_fn": "gspo"}, [1.0, -1.0, 2.0], [0.5, 1.0, 1.5], -2.0 * 0.75 ** (1 / 3) / 3),
         # SAPO at ratio 1: (4 / tau) / 2 A = 2 A / tau.
         ({"policy_loss_fn": "sapo"}, [1.0, -1.0, 2.0], [1.0, 1.0, 1.0], (-2.0 + 2.0 / 1.05 - 4.0) / 3),
-        # GMPO: mean A = 1, log ratios clip to -0.2 (A < 0) and 0.2 (A > 0), free below: (0.5 * e^0.2 * e^-0.2)^(1/3).
+        # GMPO: mean A = 1. Log ratios are at most 0.2 if A > 0, at least -0.2 if A < 0: (0.5 * e^0.2 * e^-0.2)^(1/3).
         ({"policy_loss_fn": "gmpo"}, [2.0, 2.0, -1.0], [0.5, 1.5, 0.5], -(0.5 ** (1 / 3))),
     ],
 )
@@ -397,7 +397,7 @@ def test_where_the_ratio_starts_is_chosen_without_touching_the_rows():
 
 
 def test_three_policies_are_corrected_once():
-    # Without clipping, ratio x weight is current over sampler: the loss equals one with the sampler as the old policy.
+    # Without clipping, ratio x weight is current over sampler: the loss is the same with the sampler as the old policy.
     tokens = sequences()
     layout = packed_layout(tokens["owner"])
     wide = {"beta": 0.0, "epsilon_low": 1.0, "epsilon_high": 1e6}
@@ -421,7 +421,7 @@ def test_dropped_tokens_still_count_in_the_denominator():
 
 
 def aged(tokens):
-    """Returns the batch with tokens 0, 1, 3 and 0 updates old, in turn, and their ages in the packed layout."""
+    """Gives the tokens the ages 0, 1, 3 and 0 updates in turn; returns (arguments of the loss, age of each token)."""
     layout, ages = packed_layout(tokens["owner"]), np.array([0, 1, 3, 0])[np.arange(len(tokens["mask"])) % 4]
     logprob_BT, entropy_BT, rows = lay_out(tokens, layout)
     age_BT = np.full(rows.mask_BT.shape, np.nan)
