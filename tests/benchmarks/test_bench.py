@@ -29,14 +29,14 @@ def test_rollout(capsys):
     assert figures["compiles"] == 0 and figures["spills"] == 0
     assert 0 < figures["lane_utilisation"] <= 1 and figures["peak_bytes"] > 0
     assert figures["decode_steps"] <= 8 * figures["dispatches"]
-    # Each prompt is prefilled once, all but its last token.
+    # Each prompt is prefilled once, without its last token.
     lengths = np.random.default_rng(0)
     lengths.integers(2, 16, (3, 9))
     assert figures["prefill_tokens"] == (lengths.integers(3, 10, 3) - 1).sum()
 
 
 def test_tail(capsys):
-    """Two versions per sample need fewer steps than whole batches, and at least as many as lanes without dispatches."""
+    """Samples of two versions need fewer decode steps than whole batches, and 90 % of a simulated bound or more."""
     options = "--tail --staleness=2 --prompts=2 --group=8 --max_new=256 --lanes=8 --page_tokens=32"
     assert bench.main(["benchmarks", "rollout", *TINY.split(), *options.split(), "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)
@@ -118,7 +118,7 @@ def test_an_unknown_benchmark_and_a_bad_mesh_are_named(capsys):
 
 def test_the_reads_that_decode_counts(tiny_engine):
     reads, tokens = bench_decode._filled(tiny_engine, 9, 12, 2)
-    # 4 lanes in groups of 2: 8 prompt tokens are a page a group, 12 sampled ones two pages a lane.
+    # 4 lanes in groups of 2: 8 prompt tokens take one page per group, 12 sampled tokens two pages per lane.
     assert tokens == 2 * 8 + 4 * 12
     np.testing.assert_array_equal(reads.total_2, [2, 8])
     np.testing.assert_array_equal(reads.longest_2, [1, 2])
@@ -233,7 +233,7 @@ def test_a_step_with_rows_cut_along_time_is_counted_beside_one_without(capsys):
         "data=1,expert=1,fsdp=2,seq=2,tensor=1",
     )
     assert (found["tokens_per_row"], found["seq_tokens_per_row"]) == (64, 64)
-    # All-to-all between heads and time: queries, keys and values one way, the result back.
+    # All-to-all between heads and time: queries, keys and values go one way, the result comes back.
     exchanged = found["seq_counted_collectives"]["all-to-all"]
     own = found["counted_collectives"].get("all-to-all", {"bytes": 0.0})
     assert exchanged["count"] >= 8 and exchanged["bytes"] > own["bytes"]

@@ -1,4 +1,4 @@
-"""Programs of the shipped configurations compile for every TPU: those programs that no other test compiles."""
+"""Programs of the shipped configurations that no other test compiles must compile for every TPU."""
 
 import importlib.util
 import json

@@ -36,7 +36,7 @@ class Clock:
 
 @pytest.fixture
 def host(tmp_path, monkeypatch):
-    """A host whose parts are answered by `answers`, each of them after a minute."""
+    """A host on which every part takes a minute; `answers` replaces the result of a part, by its name."""
     clock, answers, asked = Clock(), {}, []
 
     def run(command, limit_s):
@@ -100,7 +100,7 @@ def test_small_memory_trains_adapters_and_only_tpus_are_planned(tmp_path):
 
 
 def test_bytes_of_a_generation_by_hand():
-    """Two samples of one prompt of 10 tokens draw 3 tokens: they see 10, 12 and 14 tokens, the prompt's once."""
+    """Two samples of a prompt of 10 tokens draw 3 tokens each: the steps read 10, 12 and 14 tokens, the prompt once."""
     figures = {"decode_steps": 3, "samples": 2, "prompt_tokens": 10, "weight_bytes": 1000, "kv_token_bytes": 5}
     assert least_bytes(figures, 1) == 3 * 1000 + (10 + 12 + 14) * 5
     assert least_bytes(figures, 2) == 3 * 1000 + (10 + 12 + 14) * 5 / 2

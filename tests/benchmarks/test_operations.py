@@ -1,4 +1,4 @@
-"""Tests that the time of operations is divided by their kind."""
+"""The time of a program's operations is added up by their kind."""
 
 import jax
 import jax.numpy as jnp

@@ -60,7 +60,7 @@ def _waits(capsys, *argv):
 def test_the_model_is_put_beside_what_a_run_measured(tmp_path, capsys):
     found = _waits(capsys, _write(tmp_path / "run", 20))
     # A window has 60 tokens of the batch that is due, and 40 of the next batch beside it. Its prefill holds the prompts
-    # of both at once, and the 40 tokens of each of the 4 samples that go on.
+    # of both batches at once, and the 40 tokens of each of the 4 samples that go on.
     assert found["steps"] == 12 and found["model_decode_steps"] == 60 and found["model_prefill_calls"] == 2
     milliseconds = [found[f"{name}_ms"] for name in ("decode_step", "prefill_call", "window", "plan")]
     assert milliseconds == pytest.approx([10.0, 100.0, 50.0, 10.0])
