@@ -1,4 +1,4 @@
-"""Frozen weights under adapters that wait in the host's memory: the same bits, in another place."""
+"""If the frozen weights under adapters wait in the host's memory, training and weight moves give the same bits."""
 
 import jax
 import numpy as np

@@ -13,7 +13,7 @@ from podrl.data.tokenizer import Tokenizer
 from podrl.job.config import parse, unset
 from podrl.rollout.worker import RolloutWorker
 
-# A class that a user's file may hold: an engine that keeps what it was made with, and one without most methods.
+# Classes that a user's file may hold: an engine that keeps its arguments, and an engine that lacks most methods.
 MINE = """
 class Engine:
     def __init__(self, model, mesh, config, **settings):
@@ -123,7 +123,7 @@ def test_each_setting_of_evaluations_is_honoured_or_refused_by_name():
     honoured = set()
     for name, value in changed.items():
         own = dataclasses.replace(base)
-        object.__setattr__(own, name, value)  # whatever value a field has, also one that podrl does not know yet
+        object.__setattr__(own, name, value)  # past the class's own checks, for fields that are added later, too
         try:
             config, _ = configured("podrl", rollout={podrl.Mode.TRAIN: base, podrl.Mode.EVAL: own})
         except ValueError as error:

@@ -1,4 +1,4 @@
-"""In-place weight moves keep one policy on the rollout mesh; policies moved otherwise stay untouched."""
+"""In-place weight moves keep one policy on the rollout mesh; policies from ordinary moves stay untouched."""
 
 import dataclasses
 

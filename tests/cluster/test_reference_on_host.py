@@ -1,4 +1,4 @@
-"""A reference that waits in the host's memory scores as one on the devices does."""
+"""A reference that waits in the host's memory gives the same scores as a reference on the devices."""
 
 import logging
 

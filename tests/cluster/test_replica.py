@@ -59,7 +59,7 @@ def run_of(stopping=lambda: False):
 
 
 def followed(pods, parts, run):
-    """Starts to follow on all hosts but the head; returns a function that returns the steps they reached."""
+    """Starts to follow on all hosts but the head; returns their futures, each of the step that was reached."""
     threads = ThreadPoolExecutor(len(parts))
     return [threads.submit(follow, part, pod, run, deadline_s=20.0) for pod, part in zip(pods, parts, strict=True)]
 
@@ -147,7 +147,7 @@ def test_a_host_of_a_split_job_that_is_asked_to_stop_tells_its_head_and_all_of_t
 
 
 def test_the_hosts_of_a_replica_that_joins_have_seats_beside_each_other():
-    """A restarted host joins another replica than the lost one, with other hosts, in the order of their arrival."""
+    """A host that restarts joins a new replica, not the lost one; replicas form in the order in which hosts arrive."""
     with joined(Hosts((0,), (1, 2), replica=2), disposable=True) as pods:
         leader, secret = pods[0].channel.address, {"PODRL_SECRET": "s"}
 

@@ -1,4 +1,4 @@
-"""The reward model: loaded from a classification directory, scores at the last token, adds to the sum."""
+"""A reward model is loaded from a classification directory; its score at the last token is added to the rewards."""
 
 import json
 import pathlib
@@ -127,7 +127,7 @@ def test_a_model_with_another_tokenizer_reads_the_text(bytewise):
 
     np.testing.assert_allclose(found_B, [direct(row) for row in rows], atol=1e-4)
     assert np.ptp(found_B) > 0.1
-    # If it is set up for samples of 16 policy tokens, it reads 32 of its own tokens and ignores the rest.
+    # A reward model for samples of 16 policy tokens reads 32 of its own tokens and ignores the rest.
     short = RewardModel(str(out), mesh, Tokenizer(TINY), longest=16)
     np.testing.assert_allclose(short.score_samples(rollouts, fields), [direct(row[:32]) for row in rows], atol=1e-4)
 
