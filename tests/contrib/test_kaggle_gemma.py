@@ -40,7 +40,7 @@ def stored(params, *, turned):
 
 
 def flat(tree, prefix="transformer"):
-    """Converts to Kaggle's form: keys joined by slashes above the last key, 'w' for the feed-forward's arrays."""
+    """Converts to Kaggle's form: all keys but the last are joined by slashes; feed-forward arrays get key 'w'."""
     found = {}
     for key, value in tree.items():
         name = f"{prefix}/{key}"
