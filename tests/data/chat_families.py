@@ -156,7 +156,7 @@ PHI4_MINI = (
     + "{% else %}{{ m.content + '<|end|>' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% else %}{{ eos_token }}{% endif %}"
 )  # fmt: skip
-# DeepSeek R1 distilled: thoughts are never written, the prompt opens one, no header opens a turn after a tool's.
+# DeepSeek R1 distilled: thoughts are never written, the prompt opens a thought, no header opens a turn after a tool.
 R1 = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}{{ m.content }}{% elif m.role == 'user' %}"
     "{{ '<｜User｜>' + m.content }}{% elif m.role == 'assistant' %}"
@@ -208,7 +208,7 @@ ZEPHYR = (
     + "{% else %}{{ m.content + eos_token }}{% endif %}{{ '\\n' }}"
     "{% if loop.last and add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}{% endfor %}"
 )  # fmt: skip
-# Gemma 4: outputs follow within the turn that calls; only the whole text shows where the turn after them opens.
+# Gemma 4: outputs follow within the turn that calls; only the whole text shows where the turn after the outputs opens.
 GEMMA4 = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'tool' %}{{ 'response:calc{' + m.content + '}<tool_response|>' }}"
     "{% elif m.role == 'assistant' %}{{ '<|turn>model\\n' }}" + G + "{% for c in m.tool_calls or [] %}"

@@ -1,8 +1,8 @@
 """Measures a mixture of 1 million prompts in 8 JSONL files (1 GB): `python tests/data/measure_mixture.py DIR`.
 
-Run twice: the first start reads the files, the second uses the cache in DIR. Prints seconds of the start (wall clock
-and this process's CPU), the process's peak memory, and milliseconds of a batch of 8 prompts; then the same of batches
-that a curriculum chooses when every record has been trained on.
+Run it twice: the first start reads the files, the second uses the cache in DIR. It prints seconds of the start (wall
+clock and this process's CPU), the process's peak memory, and milliseconds of a batch of 8 prompts; then milliseconds of
+a batch that a curriculum chooses after every record has been trained on.
 """
 
 import dataclasses

@@ -32,7 +32,7 @@ QUICK = settings(max_examples=25, suppress_health_check=[HealthCheck.function_sc
 
 
 def arrives(got, written):
-    """Returns True if a text has the value that was written; a number to the last digit, without an exponent."""
+    """Returns True if a text has the value that was written; a number must keep every digit and have no exponent."""
     if isinstance(written, list) != isinstance(got, list):
         return False
     if isinstance(written, list):

@@ -1,4 +1,4 @@
-"""Chat templates that would exhaust memory or time are refused in one sentence; those of models are not."""
+"""Chat templates that would exhaust memory or time are refused in one sentence; templates of real models are not."""
 
 import pytest
 

@@ -165,7 +165,7 @@ def check(made, name, messages, tools=None):
         shown = "".join(f"\ue000{part.text}\ue001" if part.learned else part.text for part in found)
         assert shown.replace("\ue001\ue000", "").replace("\ue000\ue001", "") == marked.replace("\ue000\ue001", "")
         example = encode_chat(found, tokenizer, LIMIT)
-        # GLM's template leaves the last turn open: only then do the tokens have one more than the text.
+        # GLM's template leaves the last turn open: only then is there one token more than the text has.
         ends = name == "glm" and not with_marks and messages[-1]["role"] == "assistant"
         assert example.tokens == [*tokenizer.encode(text), *([tokenizer.turn_end_id] if ends else [])]
         assert example.text == text and any(example.learned)
@@ -229,7 +229,7 @@ def test_tokens_and_masks_are_those_of_transformers(made, name):
     ours = made[name, True]
     theirs = transformers.AutoTokenizer.from_pretrained(ours.directory)
     for form, messages in FORMS.items():
-        # transformers leaves out all but the first token of a character of several bytes that ends a generation.
+        # If a generation ends with a character of several bytes, transformers leaves out all its tokens but the first.
         if not takes(FAMILIES[name], messages) or (name, form) == ("glm", "unicode"):
             continue
         tools = tools_for(name, messages)

@@ -1,4 +1,4 @@
-"""Streams of labelled answers: rows of a record, prompts with the answers of others, and refused records."""
+"""Streams of labelled answers: rows of a record, prompts with the answers of other records, and refused records."""
 
 import json
 

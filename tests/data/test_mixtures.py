@@ -52,7 +52,7 @@ def test_weights_are_shares_and_every_source_has_its_own_order(tokenizer, files)
     assert drawn.fields["group"] == ["g" if name == "b" else None for name in names]
     for name, text in zip(names, drawn.text, strict=True):
         assert ("<start_of_turn>" in text) == (name == "a")
-    assert names[:8].count("a") == 6  # the sources alternate evenly
+    assert names[:8].count("a") == 6  # the shares hold from the start
 
 
 def test_without_weights_every_record_is_drawn_as_often(tokenizer, files):
@@ -103,7 +103,7 @@ def test_transforms_rename_drop_and_map_and_are_counted(tokenizer, files):
     part = split(made).parts[0]
     assert all(record["answer"].endswith("!") and record["id"] in odd for record in part.train)
     held = held_out_prompts(made, tokenizer, count=6, max_prompt_length=64)[0]
-    assert held.fields["dataset"] == ["c", "a"] * 3  # in turn
+    assert held.fields["dataset"] == ["c", "a"] * 3  # the sources come in turn
     assert longest_prompt(made, tokenizer) == 64
 
 

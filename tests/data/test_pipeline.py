@@ -148,7 +148,7 @@ def test_records_keep_their_other_fields_and_gsm8k_its_solution(tokenizer, file)
     batch = next(PromptStream.from_config(config, tokenizer, prompts_per_step=2, max_prompt_length=120))
     assert batch.fields["id"] == [0, 1]
     assert batch.fields["answer"] == ["0", "1"] and batch.fields["solution"] == ["#### 0", "#### 1"]
-    # Only words of the template and of the record.
+    # The prompt has only words of the template and of the record.
     assert "<reasoning>" not in batch.text[0] and "system_prompt" not in batch.fields
 
 
@@ -214,7 +214,7 @@ def test_a_prompt_far_longer_than_the_others_is_shown_at_every_start(tmp_path, t
     questions = [*(f"{i}+1=" for i in range(150)), "17+" + "1" * 900]
     path.write_text("".join(json.dumps({"question": text, "answer": "1"}) + "\n" for text in questions))
     config = DataConfig(path=str(path), eval_fraction=0.0, cache=str(tmp_path / "cache"))
-    for _ in range(2):  # the second result is the cache's
+    for _ in range(2):  # the second result comes from the cache
         caplog.clear()
         assert pipeline.longest_prompt(config, tokenizer) > 900
         assert "; 99 of 100 have at most 64. It begins '17+111" in caplog.text
@@ -257,6 +257,6 @@ def test_the_longest_prompt_is_looked_for_again_only_where_it_may_have_changed(t
     assert pipeline.longest_prompt(config, Tokenizer(other)) > found and len(looked) == 4
     assert pipeline.longest_prompt(config, tokenizer, look=1) == found and len(looked) == 5
     for _ in range(2):
-        # This directory ends with the process.
+        # With cache="" the cache lies in a directory that ends with the process.
         pipeline.longest_prompt(dataclasses.replace(config, cache=""), tokenizer)
     assert len(looked) == 6

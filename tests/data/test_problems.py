@@ -31,7 +31,7 @@ def test_every_step_is_true_and_leads_to_the_answer(split):
         given = {int(n) for n in re.findall(r"\d+", p.question)}
         computed = set(results[1:])
         used = {int(n) for step in p.steps for n in re.findall(r"\d+", step)}
-        assert used <= given | computed | {2}, p  # 'twice' is a 2 in words
+        assert used <= given | computed | {2}, p  # 'twice' stands for 2
         assert given <= used, p
 
 

@@ -1,4 +1,4 @@
-"""Problems of reasoning-gym (extra [reasoning]): the same for a seed, no question both trained and held out, scored."""
+"""Problems of reasoning-gym (extra [reasoning]) depend on the seed alone, are trained or held out, and are scored."""
 
 import importlib.util
 import itertools

@@ -357,7 +357,7 @@ def test_chat_templates_in_files_of_their_own(tmp_path, jinja):
 
 
 def test_space_that_a_special_token_takes_is_no_token_behind_it(tmp_path):
-    """Phi 3's marks take the line end after them: an observation has the tokens that it has in the whole
+    """Phi 3's marks include the line end after them. An observation must get the same tokens alone as in the whole
     conversation."""
     taking = [AddedToken(text, special=True, normalized=False, rstrip=True) for text in ("<|end|>", "<|user|>")]
     template = (

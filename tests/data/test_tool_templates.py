@@ -15,7 +15,7 @@ from podrl.data.pipeline import DataConfig, PromptStream, Renderer
 from podrl.data.tokenizer import Tokenizer
 
 # The forms of four families, with the constructs that decide where tools, turns and thoughts stand. Qwen 3: a user's
-# next question removes thoughts; they stay around tools, whose outputs share one user's turn.
+# next question removes thoughts; outputs of tools do not, and they share one user's turn.
 QWEN3 = """{%- if tools %}
     {{- '<|im_start|>system\\n' }}
     {%- if messages[0].role == 'system' %}{{- messages[0].content + '\\n\\n' }}{%- endif %}
@@ -241,7 +241,7 @@ def test_only_the_templates_delta_is_appended(family, made, texts, ended):
 
 
 def _raw(tokenizer, tokens):
-    """Writes pieces with special tokens as bytes in the tokenizer's alphabet."""
+    """Returns the text of each token in the tokenizer's byte alphabet, special tokens included."""
     return [tokenizer.token_text(token) for token in tokens]
 
 

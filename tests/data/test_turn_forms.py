@@ -1,4 +1,4 @@
-"""Conversations in ShareGPT's form, or with content in parts, equal the same conversations in podrl's form."""
+"""Conversations in ShareGPT's form or with content in parts are read as the same conversations in podrl's form."""
 
 import json
 
