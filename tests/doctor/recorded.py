@@ -1,6 +1,6 @@
 """Recorded runs for tests: their configuration, metrics and samples, in one small file.
 
-`python tests/doctor/recorded.py DIR ...` writes the file from run directories, and keeps their names.
+`python tests/doctor/recorded.py DIR ...` writes the file from run directories; each run keeps its directory's name.
 """
 
 import copy

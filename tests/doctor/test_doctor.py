@@ -107,7 +107,7 @@ def uneven(run):
     put(run, "completion/length_max", 32.0, 10)
 
 
-# Finding, run in which it is planted, change, step at which it must be found, words of its message.
+# Name of the finding, run that is changed, change, step of the finding, words of its message.
 PLANTED = [
     (
         "prompts trained twice or lost",
@@ -203,7 +203,7 @@ def test_what_is_planted_is_found_where_it_begins(name, where, change, step, wor
 
 
 def test_every_check_has_a_run_it_is_planted_in():
-    of_records = {row.name for row in CHECKS if row.kind != "trace"}  # the other findings: test_token_checks.py
+    of_records = {row.name for row in CHECKS if row.kind != "trace"}  # test_token_checks.py plants the other findings
     assert of_records == {name for name, *_ in PLANTED}
 
 

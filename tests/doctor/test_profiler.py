@@ -12,7 +12,7 @@ from podrl.rundir.run import Run
 
 
 class Calls:
-    """Takes the place of jax's profiler; a process has only one."""
+    """Takes the place of jax's profiler, because a process can have only one profiler."""
 
     def __init__(self, monkeypatch, error=None):
         self.made, self._error = [], error
@@ -41,7 +41,7 @@ def test_steps_that_are_asked_for_are_profiled(tmp_path, monkeypatch):
         profiler.after(step)
         seen.append(len(calls.made))
     assert calls.made == [str(tmp_path / "profile" / "rollout_1"), "end"]
-    assert seen == [0, 1, 1, 2, 2, 2]  # begins after step 1 and ends after step 3
+    assert seen == [0, 1, 1, 2, 2, 2]  # the profile begins after step 1 and ends after step 3
 
 
 def test_a_run_that_resumes_within_profiles_the_rest_and_a_late_one_nothing(tmp_path, monkeypatch):
