@@ -66,7 +66,7 @@ def _add(text: str) -> Callable[[pathlib.Path], object]:
 
 
 def _flip(file: pathlib.Path) -> None:
-    """Changes a model slightly, as training would: every weight has other bits, the file's size stays."""
+    """Changes a model slightly, as training would: every weight gets other bits, and the file keeps its size."""
     save_file({"w": np.full(1 << 20, 1e-6, np.float32)}, file)
 
 
@@ -132,7 +132,7 @@ def test_user_code_is_compared_whatever_its_path_holds(tmp_path, name):
 
 
 def test_packages_of_any_form_are_compared(tmp_path, monkeypatch):
-    """The packages have no __init__.py, or files that sort before it, or are reached only by a dotted import."""
+    """A package may lack __init__.py, hold files that sort before it, or be reached only by a dotted import."""
     for name in ("envs/math/reward.py", "envs/code/reward.py", "pk/__init__.py", "pk/Math/x.py", "lib/sub/mod.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("A = 1\n")
@@ -162,7 +162,7 @@ def test_two_parts_of_one_directory_are_both_compared(tmp_path):
 
 
 def test_a_file_that_took_anothers_place_has_its_own_checksum(tmp_path):
-    """A copy may keep name, size and time."""
+    """The file that replaces another may have the same name, size and time."""
     cache, file = Cache(str(tmp_path / "cache")), tmp_path / "train.jsonl"
     found = []
     for text in ("one", "two"):
@@ -203,7 +203,7 @@ def test_what_the_job_does_not_read_may_differ_and_a_missing_file_is_its_readers
 def test_weights_are_described_by_reading_a_bounded_part_of_them(tmp_path, monkeypatch):
     file = tmp_path / "large.safetensors"
     with file.open("wb") as content:
-        content.truncate(1 << 40)  # a sparse file: a terabyte that takes no space but hours to read
+        content.truncate(1 << 40)  # a sparse file takes no space, but a terabyte takes hours to read
     first = alike._of_weights(alike.epath.Path(file))
     with file.open("r+b") as content:
         content.seek((1 << 40) - 1)

@@ -39,7 +39,8 @@ ANSWERS, LENGTH, BETA = 4, 112, 0.2
 
 
 def test_a_step_of_kto_is_a_step_down_its_loss():
-    """Moves the policy away from the reference, then compares loss and update with scores of whole answers."""
+    """Moves the policy away from the reference and takes a step. The step's metrics and the fall of the loss must agree
+    with scores of whole answers."""
     mesh = make_mesh("fsdp=1", jax.devices()[:1])
     rate = 1e-3
     training = RLTrainingConfig(max_steps=1, eval_every_n_steps=0, actor_optimizer=optax.sgd(rate), remat="none")
@@ -70,7 +71,7 @@ def test_a_step_of_kto_is_a_step_down_its_loss():
         return kto(own_B, logratio(*batch.unrelated()), jnp.asarray(batch.desirable_B), **settings), own_B
 
     before, own_B = found()
-    assert float(before.kl) > 0.1  # this setting has an effect
+    assert float(before.kl) > 0.1  # the policy has moved away from the reference
     metrics = fetched_means(learn(algorithm, 0, batch))
     assert metrics["kto/loss"] == pytest.approx(float(before.loss_B.mean()), rel=1e-4)
     assert metrics["kto/kl"] == pytest.approx(float(before.kl), rel=1e-3)
@@ -136,7 +137,7 @@ def test_a_reward_model_learns_resumes_bitwise_and_scores_once_exported(tmp_path
     evaluated = [r for r in read_metrics(tmp_path / "run") if "eval/pair_margin" in r]
     assert [(r["step"], r["eval/records"]) for r in evaluated] == [(0, 12), (3, 12)]
     assert evaluated[0]["eval/pair_accuracy"] == 0.5 < evaluated[1]["eval/pair_accuracy"]
-    # The exported model, with merged adapters, gives the scores of the evaluated model.
+    # The exported model, with merged adapters, gives the same scores as the evaluated model.
     out = tmp_path / "scores"
     export.main([f"--workdir={tmp_path / 'run'}", f"--out={out}", "--dtype=float32"])
     assert json.loads((out / "config.json").read_text())["architectures"] == ["Gemma2ForSequenceClassification"]

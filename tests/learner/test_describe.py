@@ -283,8 +283,8 @@ def test_a_dry_run_counts_records_and_names_the_fields_of_reward_functions(tmp_p
 @pytest.mark.parametrize(
     ("prompts", "mini", "group", "updates", "sequences"),
     [
-        # Tunix (tunix/rl/rl_learner.py): full batch // mini_batch_size updates, of mini_batch_size x num_generations
-        # sequences each.
+        # Tunix (tunix/rl/rl_learner.py) makes full batch // mini_batch_size updates, and each update takes
+        # mini_batch_size x num_generations sequences.
         (4, 4, 4, 1, 16),
         (4, 2, 4, 2, 8),
         (16, 4, 8, 4, 32),

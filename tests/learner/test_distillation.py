@@ -35,8 +35,8 @@ def test_the_advantage_of_a_token_is_the_log_ratio_of_teacher_and_policy():
 
 
 def test_the_divergence_of_a_few_ids_by_hand():
-    """p = (1/2, 1/4, 1/4), q = (1/4, 1/4, 1/2): log 2 / 4 over all ids; log(4/3) / 2 over the first id and the rest as
-    one."""
+    """For p = (1/2, 1/4, 1/4) and q = (1/4, 1/4, 1/2), the divergence over all ids is log 2 / 4. With the last two ids
+    taken as one id, it is log(4/3) / 2."""
     p_1TK, q_1TK = np.log([[[0.5, 0.25, 0.25]]], dtype=np.float32), np.log([[[0.25, 0.25, 0.5]]], dtype=np.float32)
     for ids, by_hand in ((3, np.log(2.0) / 4), (1, np.log(4.0 / 3.0) / 2)):
         found = top_k_kl(jnp.asarray(p_1TK[..., :ids]), jnp.asarray(q_1TK[..., :ids]))
@@ -55,7 +55,7 @@ def test_the_factor_of_a_sequence_turns_every_mode_into_a_mean_over_tokens(mode)
 
 
 def test_on_the_policys_own_tokens_the_gradient_is_that_of_the_reverse_kl():
-    """Averages over all tokens of a vocabulary, weighted by the policy's probabilities."""
+    """Sums the gradient over all tokens of a vocabulary, each weighted by the policy's probability of the token."""
     logits_V, teacher_V = jnp.array([0.3, -1.0, 2.0, 0.1]), jax.nn.log_softmax(jnp.array([1.0, 0.5, -0.5, 2.0]))
     logprob_V = jax.nn.log_softmax(logits_V)
     ones_V = np.ones(4, np.float32)
@@ -105,8 +105,8 @@ def test_a_teacher_of_another_architecture_is_scored_by_its_own_and_draws_the_po
 
 @pytest.mark.parametrize(("teacher_kl", "mode"), [("full", "sequence-mean-token-mean"), ("top_k", "token-sum-scale")])
 def test_the_update_of_an_exact_divergence_is_the_gradient_written_out(quick_compilation, teacher, teacher_kl, mode):
-    """Rewards use their own aggregation, the divergence is averaged over tokens; two micro-batches, all logits of both
-    models."""
+    """Rewards use their own aggregation, and the divergence is averaged over tokens. The update takes several
+    micro-batches; the expected gradient is computed from all logits of both models."""
     changes = {"num_iterations": 1, "teacher_kl": teacher_kl, "teacher_top_k": 4, "teacher_coef": 0.5}
     changes |= {"reward_coef": 2.0, "loss_agg_mode": mode, "policy_loss_fn": "reinforce"}
     described = parsed("opd", changes, model={"reference": str(teacher)})
@@ -170,7 +170,7 @@ def test_an_exact_divergence_draws_the_policy_to_the_teacher(quick_compilation, 
     scores = algorithm.score(0, bench.experience)
     batches = algorithm.pack(0, bench.experience, scores, np.zeros_like(rollouts.mask_BT))
     algorithm.update(0, batches[:1], weighed)
-    np.testing.assert_array_equal(weighed[0][0], 0.0)  # the trace has the weights from the rewards only
+    np.testing.assert_array_equal(weighed[0][0], 0.0)  # the trace has only the weights that come from rewards
 
 
 def test_a_teacher_is_asked_for_and_is_no_reference_beside():

@@ -101,7 +101,7 @@ def stream_of(staleness: int, chosen: bool) -> tuple[Stream, dict]:
 
 
 class Weights:
-    """Takes the place of models: the trainer holds as many versions as in a job; older versions are gone."""
+    """Stands in for models: the trainer holds as many versions as in a job, and older versions are gone."""
 
     tokenizer = types.SimpleNamespace(pad_id=0)
 
@@ -163,8 +163,7 @@ class Sampler:
 
 
 def experience_of(prompts, tokens_BT, version_BT, reward_B, seconds=0.0) -> Experience:
-    """Makes a batch of samples whose tokens from the second on were drawn by these versions, without
-    log-probabilities."""
+    """Makes a batch without log-probabilities; these versions drew all tokens of each sample but the first."""
     B, zeros_BT = len(version_BT), np.zeros(version_BT.shape, np.float32)
     rollouts = Rollouts(
         prompts=prompts,
@@ -227,13 +226,13 @@ class Pods:
     """A job whose hosts are replaced, lost and added by number.
 
     Attributes:
-      told: number, exit code and reason of each host that was told to end; another host replaced it.
+      told: number, exit code and reason of each host that was told to end and was replaced.
     """
 
     def __init__(self, pods: list[Pod], weights: Weights, schedule: Schedule, chosen: bool):
         self.leader, self._weights, self._schedule, self._chosen = pods[0], weights, schedule, chosen
         self.told: list[tuple[int, int, str]] = []
-        self._pause: tuple[int, threading.Event] | None = None  # number of the next host
+        self._pause: tuple[int, threading.Event] | None = None  # message at which the next host pauses
         self._joining: set[Pod] = set()
         self._over = False
         for pod in pods[1:]:
@@ -354,7 +353,7 @@ def train_through(
     roles: Hosts = HOSTS,
     began: Callable[[Pods], None] = lambda hosts: None,
 ) -> tuple[list[Experience], LeaseServer, dict[str, int]]:
-    """Trains some steps; kills hosts after random steps, and adds as many, some under a lost host's number."""
+    """Trains some steps; kills hosts after random steps, and adds as many hosts, some under a lost number."""
     rng, seen = random.Random(seed), []
     deaths = {1, *rng.sample(range(2, steps - 2), kills - 1)} if kills else set()
     schedule, weights = Schedule(steps, staleness), Weights(staleness)
@@ -432,8 +431,8 @@ def _leader_pauses(pods: Pods, message: int) -> threading.Event:
 @pytest.mark.parametrize("staleness", [0, 2])
 @pytest.mark.parametrize("pause", [_host_pauses, _next_host_pauses, _leader_pauses])
 def test_a_process_that_pauses_at_any_message_until_it_is_given_up_stops_nobody(pause, staleness, hosts):
-    """A host that the leader gave up is told so at its next message, from its first message to its last step; otherwise
-    it would wait for ever. Hosts that give the leader up are replaced."""
+    """A host that the leader has given up must learn this at its next message, from its first message to its last step;
+    otherwise the host would wait for ever. Hosts that give the leader up are replaced."""
     roles, told = Hosts((0,), tuple(range(1, 1 + hosts))), []
     for message in itertools.count(1, 4 if pause is _leader_pauses else 1):  # the leader gets more messages
         began: list[tuple[Pods, threading.Event]] = []
@@ -495,8 +494,8 @@ def test_a_job_below_one_host_waits_with_its_name_until_one_comes():
 
 
 def test_a_share_of_an_evaluation_goes_to_a_host_that_was_there_when_it_began():
-    """A later host has no copy of the weights, and the trainers have dropped them; it gets a share only if no other
-    host is left."""
+    """A host that joins later has no copy of the weights, and the trainers have dropped the weights. Such a host gets a
+    share only if no other host is left."""
     with joined(HOSTS, disposable=True) as pods:
         leader = LeaseServer(pods[0], DEADLINE_S)
         leader.serve(3, lambda: {"step": 3})
@@ -577,7 +576,7 @@ def test_a_host_that_is_asked_to_stop_leaves_unless_it_is_the_last_or_the_job_st
         assert not second.leave() and leader.hosts == 1
         pods[0].on_lost(2)
         assert first.leave(), "what it was told once holds, though no host is left now"
-        pods[1].channel.close()  # the leader has released it: its end is not a loss
+        pods[1].channel.close()  # the leader has released this host, so its end is not a loss
         assert pods[0].is_lost(1) and not pods[0]._lost_processes
 
 
@@ -607,8 +606,8 @@ def test_what_fails_on_a_host_is_told_to_the_trainers(staleness, monkeypatch):
 
 
 def test_hosts_are_given_the_batches_that_a_checkpoint_holds_in_part():
-    """Each host gets a share of the prompts with their samples, and goes on sampling them from the checkpoint's
-    step."""
+    """Each host gets a share of the prompts and of the prompts' samples, and goes on with these samples from the
+    checkpoint's step."""
     with joined(HOSTS, disposable=True) as pods:
         rows = {f"{name}_X": np.zeros(0, column.dtype) for name, column in TOKENS.items()}
         rows |= {"count_B": np.zeros(P * G, np.int32), "asked_P": np.ones(P, bool)}

@@ -46,7 +46,7 @@ def samples_of(prompts: Prompts, completions: list[str]) -> Rollouts:
 
 
 class Cluster:
-    """An engine of another system: it returns given texts, first greedy ones, then sampled ones."""
+    """An engine of another system: it returns prepared texts, first the greedy and then the sampled texts."""
 
     env_client = reward_model = None
     config = types.SimpleNamespace(rollout=lambda: RolloutConfig(max_tokens_to_generate=LIMIT), rollout_engine=object)
@@ -79,7 +79,7 @@ def test_a_policy_is_scored_greedily_and_sampled_by_the_rewards_of_the_run():
     BATCHES.clear()
     cluster = Cluster(["1", "22", "x"], ["1", "1", "4444", "22", "xxx", "1"])
     right = lambda completion, answer: {"answer": float(completion == answer)}  # noqa: E731
-    # `eval` makes a function that a worker cannot import, so it runs here.
+    # `eval` makes a function that a worker cannot import, so the function runs in this process.
     with Rewards(RewardConfig(fns=(lambda *a, **k: length(*a, **k),), weights=(0.5,))) as rewards:
         generator = Generator(cluster, rewards, GRPOConfig(num_generations=2))  # pyright: ignore[reportArgumentType]
         evaluate = Evaluator(cluster, [prompts_with("12x")], EvalConfig(samples=2, show=1), scorer=right)  # pyright: ignore[reportArgumentType]
@@ -189,7 +189,7 @@ def test_an_evaluation_in_pieces_of_as_many_samples_as_lanes_is_the_whole_one():
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 20])
 def test_shares_have_the_order_of_the_records_however_many_they_are(count):
-    """The records of two evaluations are compared one by one, and hosts may have left between them."""
+    """Two evaluations are compared record by record, and hosts may have left between the two evaluations."""
     batches = [prompts_with("0129"), prompts_with("456"), prompts_with("7")]
     shares = [share_of(batches, index, count) for index in range(count)]
     assert "".join(text for share in shares for prompts in share for text in prompts.fields["answer"]) == "01294567"
@@ -211,7 +211,7 @@ def test_the_leader_keeps_every_records_mean_of_the_hosts_scores():
 
 
 def test_an_evaluation_that_failed_forbids_a_checkpoint_on_all_trainer_hosts():
-    """Trainer hosts save together or not at all: a run resumed from before the evaluation repeats it."""
+    """Trainer hosts save together or not at all: a run resumed from before the evaluation repeats the evaluation."""
     with joined(Hosts((0, 1), (2,), eval=(3,))) as pods:
         given: Any = types.SimpleNamespace(open_shares=lambda *_: None, forget=lambda _: None)
         made = Future[list[Message]]()

@@ -1,4 +1,4 @@
-"""Sets of eval.sets: opened, sampled, scored and named as configured, in the evaluations for which they are due."""
+"""The sets of eval.sets are opened, sampled, scored and named as configured, in the evaluations where they are due."""
 
 import dataclasses
 import json
@@ -22,7 +22,7 @@ from podrl.types import Experience, LeftOut
 
 
 class Drawing(Cluster):
-    """Completes every prompt by the next of some texts, and records the requests."""
+    """Completes every prompt with the next of some texts, and records the requests."""
 
     def __init__(self, texts, tokenizer=None):
         super().__init__([], [])
@@ -60,7 +60,7 @@ def test_evaluations_stop_where_training_does():
     stops = []
     cluster: Any = Stopping([*"11", *"11"], Tokenizer.load(TINY))
     Evaluator(cluster, [prompts_with("1")], EvalConfig(samples=1), scorer=right, sets=[held])("policy", 0)  # pyright: ignore[reportArgumentType]
-    # The rollout ends samples at special tokens itself; these are not text.
+    # '<eos>' is left out: it is a special token, not text, and the rollout itself ends samples at special tokens.
     assert stops == [("</answer>",), ("</answer>",), ("b",), ("b",)]
 
 
@@ -247,7 +247,8 @@ def test_the_data_of_a_set_are_its_own():
 
 
 def test_a_file_with_one_question_says_why_nothing_is_held_out(tmp_path, caplog):
-    """All records of a question are trained on, or all are held out; here the question is short enough."""
+    """All records of a question are trained on, or all are held out. The question here is short, so its length is not
+    why nothing is held out."""
     (tmp_path / "one.jsonl").write_text('{"question": "q", "answer": "5"}\n' * 9)
     job = planned((), data={"path": str(tmp_path / "one.jsonl")})
     assert held_out(job, Tokenizer(TINY)) == []

@@ -68,7 +68,7 @@ def test_recorded_routes_survive_checkpoints_and_go_to_other_hosts():
     host, arrays = codec.dump([batch, plain])
     loaded = codec.load(json.loads(json.dumps(host)), arrays, PAD)
     assert _same(batch, loaded[0]) and loaded[1].rollouts.route_BTX is None
-    # One of two hosts' parts has no routes: its tokens get no recorded routes.
+    # The second host's part has no routes, so the tokens of this part get no recorded routes.
     whole = codec.assemble([codec.header(batch), codec.header(plain)], PAD, codec.NEEDED_ROWS)
     chosen = np.array([1, 3])
     codec.fill_rows(whole, chosen, codec.rows(batch, chosen, codec.NEEDED_ROWS))
@@ -113,7 +113,7 @@ def test_the_shares_of_two_hosts_make_one_batch():
 
 
 def test_prompts_of_two_hosts_may_have_other_fields():
-    """The wall clock joins prompts that were read in several batches, possibly of different tasks of a mixture."""
+    """The wall clock joins prompts that were read in several batches, perhaps from several tasks of a mixture."""
     shares = [_experience(0), _experience(1)]
     names = [{"tests": ["1", "2"]}, {"hint": ["h", "i"]}]
     messages = [codec.whole(share) for share in shares]

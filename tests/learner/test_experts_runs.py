@@ -21,7 +21,7 @@ from podrl.storage.checkpoint import read_state
 from podrl.storage.hub import EMBEDDED
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
-# Each run compiles for half a minute. One run of supervised training is made on every change.
+# Each run compiles for half a minute. On every change only one run is made, by supervised training.
 FAMILIES = pytest.mark.nightly("podrl/models", "podrl/engine", "podrl/trainer", "podrl/cluster", "podrl/export.py")
 
 RAW = {
@@ -48,7 +48,7 @@ def directory(tmp_path_factory):
 
 
 def write_model(target, *, chosen):
-    """Writes a random model, of whose experts `chosen` compute each token, with the embedded model's tokenizer."""
+    """Writes a random model with the embedded model's tokenizer; `chosen` of its experts compute each token."""
     config = config_from_hf(RAW | {"num_experts_per_tok": chosen})
     fields = json.loads((TINY / "config.json").read_text())
     ids = {name: fields[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
@@ -151,7 +151,7 @@ def test_meshes_that_do_not_fit_the_experts_are_refused_by_name(directory, tmp_p
 
 @FAMILIES
 def test_weights_that_are_behind_route_otherwise_and_a_reference_by_itself(directory, tmp_path, capfd):
-    """Samples are one step older than the weights that train on them; checkpoints keep their routes."""
+    """Samples are drawn by weights one step older than the trained weights; checkpoints keep the samples' routes."""
     rewards = tmp_path / "mine.py"
     rewards.write_text("def varied(completions, **_):\n    return [float(i) for i in range(len(completions))]\n")
     fields = {
@@ -225,7 +225,7 @@ def test_a_balance_loss_without_experts_is_refused_before_the_models_load(tmp_pa
 @FAMILIES
 @pytest.mark.slow
 def test_replayed_routes_leave_the_mismatch_of_a_model_that_chooses_all_experts(directory, tmp_path):
-    """With a sampler in bfloat16 trainer and sampler choose different experts, unless the routes are replayed."""
+    """A sampler in bfloat16 and the trainer choose different experts, unless the routes are replayed."""
     fields = {
         "trainer": {"max_steps": 2, "schedule": "constant", "learning_rate": 0.0, "eval_every_n_steps": 0},
         "grpo": {"num_generations": 8},

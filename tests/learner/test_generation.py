@@ -149,7 +149,7 @@ def test_groups_without_signal_are_replaced_in_the_order_of_the_data():
 
 @pytest.mark.parametrize("differ", [{1, 2, 4, 6, 8, 11}, {5}, set(range(12)), {8, 9, 10, 11}])
 def test_the_groups_kept_do_not_depend_on_when_others_are_found_without_signal(differ):
-    """Places are filled while other groups are sampled: the groups and numbers equal those of whole batches."""
+    """Places are filled while other groups are sampled; groups and counts must equal the result of whole batches."""
     config = GRPOConfig(num_generations=G, dynamic_sampling=True)
     expected, _ = generated(config, differ, 12)
     early = 0
@@ -297,7 +297,7 @@ def test_a_failed_greedy_sample_takes_its_group_along_where_it_is_drawn_with_it(
 def test_shaping_comes_after_the_weighted_sum_and_before_the_advantage():
     config = GRPOConfig(num_generations=G, overlong_shaping=True, overlong_buffer=4, no_stop_reward=-5.0)
     experience, _ = generated(config, {0}, 1)
-    # Three of at most six tokens, with a buffer of four: a quarter of the penalty; member 1 was cut off.
+    # A sample has 3 of at most 6 tokens, and the buffer is 4: it gets a quarter of the penalty. Member 1 was cut off.
     np.testing.assert_allclose(experience.reward_B, [-0.25, -5.25])
     assert experience.counts == {"rollout/kept_tokens": 0.5 * 3 * 2}
     with pytest.raises(ValueError, match="overlong_buffer=9"):

@@ -1,4 +1,4 @@
-"""95 % intervals: Wilson's worked by hand, coverage by simulation, and the page shows the same numbers."""
+"""95 % intervals agree with Wilson's worked by hand, cover the truth in simulations, and are the same on the page."""
 
 import json
 import math
@@ -83,7 +83,7 @@ def test_a_mean_that_the_first_evaluation_had_not_is_in_the_table(capsys):
 
 
 def test_the_change_of_a_run_is_paired_by_record(tmp_path, capsys):
-    """Of ten records five became right and none wrong; the evaluation between the two is not kept."""
+    """Of ten records, five became right and none became wrong. The evaluation between first and last is not kept."""
     texts = {0: "0000000111", 4: "1000000111", 8: "1111100111"}
     for step, text in texts.items():
         answers = [float(one) for one in text]

@@ -158,7 +158,7 @@ def test_preferences_train_against_the_model_as_it_was_and_its_checkpoint_is_exp
     stream = PairStream(DataConfig(), cluster.tokenizer, pairs=PAIRS, max_length=LENGTH)
     algorithm = DPO(cluster, DPOConfig(batch_size=PAIRS, max_length=LENGTH), shape)
     first, second = (fetched_means(learn(algorithm, step, next(stream))) for step in range(2))
-    # At first the policy equals its reference, the layers' scalars included: the margin is 0, the loss log 2.
+    # At first the policy equals its reference, the layers' scalars included: the margin is 0, and the loss is log 2.
     assert first["dpo/loss"] == pytest.approx(np.log(2), abs=1e-6) and second["dpo/loss"] != first["dpo/loss"]
 
     run = tmp_path / "run"

@@ -104,8 +104,8 @@ def made(config: Any, seed: int, prompts=6) -> Experience:
 
 
 def counted(config: Any, experience: Experience) -> tuple[dict[str, float], np.ndarray]:
-    """Returns the metrics of a step's samples, and the weight of every token in the gradient, from the algorithm
-    itself."""
+    """Returns the metrics of a step's samples, and the weight that the algorithm itself gives every token in the
+    gradient."""
     algorithm: Any = object.__new__(GRPO)
     algorithm._config = config
     algorithm._sources, algorithm._reward_kl = SourceWeights(config), types.SimpleNamespace(active=False)
@@ -172,7 +172,7 @@ def test_every_reason_is_met():
 
 @pytest.mark.parametrize("estimator", ["grpo", "rloo", "opo", "gpg", "remax"])
 def test_a_silent_sample_counts_in_its_group_and_takes_nobody_out(estimator):
-    """Sample 1 is empty and has the reward 3: the others are compared with it."""
+    """Sample 1 is empty and has the reward 3: the other samples are compared with this reward."""
     config: Any = GRPOConfig(num_generations=4, beta=0.0, advantage_estimator=estimator, advantage_scale="none")
     mask_BT = np.array([[0, 0, 1, 1], [0, 0, 0, 0], [0, 0, 1, 0], [0, 0, 1, 0]], np.float32)
     asked = Prompts(np.ones((1, PROMPT), np.int32), np.full(1, PROMPT), np.arange(1), ["p"], {}, b"{}")

@@ -25,7 +25,7 @@ class Chip:
 
 
 def pod(monkeypatch, hosts, per_host, here=0):
-    """Makes devices of `hosts` hosts in one cluster, of which `here` is this process."""
+    """Makes the devices of one cluster of `hosts` hosts; this process is host `here`."""
     chips = [Chip(host, host * 2048 + i) for host in range(hosts) for i in range(per_host)]
     monkeypatch.setattr(jax, "devices", lambda: chips)
     monkeypatch.setattr(jax, "local_devices", lambda: [c for c in chips if c.process_index == here])

@@ -42,7 +42,8 @@ def _trainer(pod, needed=_everything):
 def test_a_trainer_host_that_is_behind_still_gets_its_rows(pods):
     """The leader finishes all steps before the other trainer begins, because it waits for no other host between steps.
 
-    The other trainer gets the tokens of all samples, because they have pieces, and everything else of one sample.
+    The samples have pieces, so the other trainer gets the tokens of all samples; it gets everything else of one sample
+    only.
     """
     leader, slow, host = pods
     made = bench.experience(ARGS, 0)

@@ -131,8 +131,8 @@ def test_every_preset_is_written_out():
 
 
 VECTORS = json.loads((pathlib.Path(__file__).parents[1] / "algorithms" / "core_algos.json").read_text())
-# For each preset: the outputs of verl that it reproduces, and the settings in which those runs of verl differ from the
-# preset.
+# For each preset: the outputs of verl that the preset reproduces, and the settings in which verl's runs for these
+# outputs differ from the preset.
 ADVANTAGES = {
     **{name: ("grpo", {}) for name in ("grpo", "dapo", "verl_grpo", "tunix_grpo")},
     **{name: ("dr_grpo", {}) for name in ("dr_grpo", "reinforce")},

@@ -8,8 +8,8 @@ from ml_collections import ConfigDict
 from podrl.algorithms.presets import PRESETS
 from podrl.job.config import complete, parse
 
-# system: the version and its date; then (its name of a field, its value, podrl's field, podrl's value). Two numbers
-# must be equal; for words docs/algorithms.md has both meanings.
+# For each system: its version with the date, and rows (the system's field, the system's value, podrl's field, podrl's
+# value). Values that are numbers must be equal; docs/algorithms.md explains both values where they are words.
 SOURCES = {
     "trl_grpo": (
         "TRL 1.10.0.dev0, 24 July 2026",

@@ -18,7 +18,7 @@ def digits(prompts, completions, **fields):
 
 
 def cluster_of(root, steps):
-    """Makes a cluster of the tiny model on one device, whose runs write files to `root`, or none if it is None."""
+    """Makes a cluster of the tiny model on one device. Its runs write files to `root`; None writes no files."""
     mesh = podrl.make_mesh("data=1", jax.devices()[:1])
     training = podrl.RLTrainingConfig(max_steps=steps, eval_every_n_steps=0, checkpoint_root_directory=root)
     rollout = podrl.RolloutConfig(max_tokens_to_generate=8, max_prompt_length=64, lanes=16)

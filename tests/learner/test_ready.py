@@ -41,7 +41,7 @@ def records(tmp_path, *rows):
 def refused(made, message, capsys):
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         job.dry_run(made, "runs/x")
-    assert "Batch arithmetic" in capsys.readouterr().out  # every other fault is reported before
+    assert "Batch arithmetic" in capsys.readouterr().out  # every other fault is reported before the plan
 
 
 @pytest.fixture
@@ -164,7 +164,7 @@ def test_a_model_beside_the_policy_that_lacks_ids_is_refused_before_a_model_is_l
     key, model, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(RLCluster, "__init__", None)  # to load a model is an error here
-    monkeypatch.setattr(ready, "check_head", lambda directory: None)  # the reward model has only its embeddings wrong
+    monkeypatch.setattr(ready, "check_head", lambda directory: None)  # the reward model's embeddings alone are wrong
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"vocab_size": 100}))
     algorithm, settings = AUXILIARY[key]
@@ -488,7 +488,7 @@ def test_a_record_that_cannot_be_rendered_is_named_when_it_is_drawn(tmp_path, al
     made = parse(values(algorithm, data=data, rollout={"prompts_per_step": ready._FEW + 1}, **sizes))
     stream = made.kind.stream(made, Tokenizer(podrl.TINY))
     stream.look(ready._FEW)
-    # The loop saves the finished steps before such an error ends it.
+    # The loop saves the finished steps before such an error ends the run.
     with pytest.raises(BatchError, match=rf"d\.jsonl line {ready._FEW + 1}: .*(tool|call)"):
         next(stream)
 

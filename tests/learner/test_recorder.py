@@ -15,7 +15,7 @@ from podrl.types import BatchError, Policy
 
 
 def test_metrics_of_updates_stay_on_the_device_until_they_are_fetched():
-    """Averaging metrics on the device once queued one program per metric after a running update, which hung pods on
+    """Averaging metrics on the device would queue one program per metric behind a running update. This has hung pods on
     CPU."""
     collected = [{"loss": jnp.float32(n), "lr": jnp.float32(1e-3)} for n in range(3)]
     together = gathered(collected)
@@ -25,7 +25,8 @@ def test_metrics_of_updates_stay_on_the_device_until_they_are_fetched():
 
 
 def test_a_host_that_enters_during_an_evaluation_takes_part_in_it():
-    """A host that joins skips steps that are recorded as evaluated; the others would wait for its share for ever."""
+    """A host that joins skips the steps that are recorded as evaluated. If a step was recorded before its evaluation
+    ended, the other hosts would wait for ever for the new host's share."""
     watchdog = types.SimpleNamespace(stage=lambda name: contextlib.nullcontext(), take_spent=dict)
     run = types.SimpleNamespace(config={}, watchdog=watchdog, spans=Spans("trainer 1"))
     sent, noted = [], []
@@ -100,7 +101,7 @@ def test_the_table_has_every_reward_function_whatever_its_name():
 
 
 def test_a_run_that_more_passes_a_step_make_too_long_is_told_in_updates():
-    """The message must compare max_steps, which counts updates, with updates, not with the 11 steps of the run."""
+    """max_steps counts updates, so the message must compare it with the run's 22 updates, not with its 11 steps."""
     watchdog = types.SimpleNamespace(stage=lambda name: contextlib.nullcontext())
     checkpoints = types.SimpleNamespace(restore_latest=lambda *_: types.SimpleNamespace(step=11, host={}))
     run = types.SimpleNamespace(config={}, watchdog=watchdog, checkpoints=checkpoints, place="runs/x")

@@ -96,10 +96,10 @@ def _tokenizer(directory, *special, tools=()):
 def test_tools_are_checked_at_the_start(tmp_path):
     config = EnvironmentConfig(environment="tools", tools=("calculator",))
     with Episodes(config, Limits(), journal=None) as host:
-        check(host, Dialogue(_tokenizer(tmp_path / "end", "</call>")))  # this tag only ends a call, as a token
+        check(host, Dialogue(_tokenizer(tmp_path / "end", "</call>")))  # this token only ends a call
         for i, tag in enumerate(["<call_tool", "<snippet", "</tool_output>x"]):
             dialogue = Dialogue(_tokenizer(tmp_path / str(i), tag))
-            if tag.endswith("x"):  # longer than the tag, and never written
+            if tag.endswith("x"):  # this token is longer than the tag, and is never written
                 check(host, dialogue)
                 continue
             with pytest.raises(ValueError, match=f"The tag '{tag}' of env.parser holds a special token"):

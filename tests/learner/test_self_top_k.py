@@ -44,7 +44,7 @@ def dense(params: Any, cluster: Any, tokens_BT: np.ndarray, length_B: np.ndarray
 
 
 def hinted(params: Any, cluster: Any, rollouts: Any, hints: Any) -> np.ndarray:
-    """Computes `dense` with the teacher's prompts, moved to the tokens' places after the policy's prompt."""
+    """Computes `dense` after the teacher's prompts, and moves it to the tokens' places after the policy's prompt."""
     found_BTV = np.asarray(dense(params, cluster, *by_hand(rollouts, hints)))
     moved_BTV = np.zeros((*rollouts.tokens_BT.shape, found_BTV.shape[-1]), np.float32)
     for b in range(B):
@@ -54,7 +54,7 @@ def hinted(params: Any, cluster: Any, rollouts: Any, hints: Any) -> np.ndarray:
 
 
 def columns(scores: Any, rollouts: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Returns ids, and the teacher's log-probabilities, of the sampled tokens by sample and place: each (X, K)."""
+    """Returns the ids at each sampled token and the teacher's log-probabilities, by sample and place: each (X, K)."""
     assert isinstance(scores, IdScores)
     number_X = scores.number_BT[rollouts.mask_BT > 0]
     return scores.id_XK[number_X], scores.teacher_logprob_XK[number_X]
@@ -71,7 +71,7 @@ def reset(bench: Any) -> Any:
 
 
 def test_numbers_by_hand_of_two_prompts_with_a_hint_and_without(bench):
-    """Samples of 2 and 1 tokens follow prompts of 4: a token keeps its number whatever the length of its prompt."""
+    """Samples of 2 and 1 tokens follow prompts of 4 tokens. A token has the same number after a hint of any length."""
     rollouts = bench.experience.rollouts
     mask_BT = np.zeros_like(rollouts.mask_BT)
     mask_BT[0, 4:6], mask_BT[5, 4] = 1, 1
@@ -114,7 +114,7 @@ def test_behind_the_policys_own_prompt_it_is_the_divergence_without_a_hint(bench
     prompts = [rollouts.tokens_BT[p * G, :PROMPT].tolist() for p in range(B // G)]
     experience = told(bench.experience, prompts if hints == "own prompts" else [None, None])
     algorithm = make_grpo(cluster, job("initial", teacher_hint_tokens=0).algo, samples=B, log=print)
-    changed = jax.tree.map(lambda x: 1.01 * x, cluster.state.params)  # otherwise the two would be equal
+    changed = jax.tree.map(lambda x: 1.01 * x, cluster.state.params)  # otherwise policy and teacher would be equal
     cluster.state = cluster.state.replace(params=jax.device_put(changed, bench._placed.params))
     scores = algorithm.score(0, experience)
     (batch,) = algorithm.pack(0, experience, scores, np.zeros_like(rollouts.mask_BT))
@@ -128,8 +128,8 @@ def test_behind_the_policys_own_prompt_it_is_the_divergence_without_a_hint(bench
 
 
 def test_the_update_is_the_gradient_written_out(quick_compilation):
-    """Rewards use their own aggregation, the divergence is averaged over tokens of samples with a hint; several
-    micro-batches."""
+    """Rewards use their own aggregation, and the divergence is averaged over tokens of samples with a hint. The update
+    takes several micro-batches."""
     hints, trainer = [HINTS[0], None], {"actor_optimizer": optax.sgd(1.0), "micro_batch_sequences": 2}
     changes = {"reward_coef": 2.0, "teacher_coef": 0.5, "loss_agg_mode": "sequence-mean-token-mean"}
     described = job(trainer=trainer, policy_loss_fn="reinforce", **changes)
@@ -187,7 +187,7 @@ def test_the_gradient_by_logits_is_that_of_torch_in_float64():
 
 
 def test_neither_order_nor_packing_nor_mesh_of_the_rows_matters(bench):
-    """Samples in other rows, micro-batches or devices have the same ids and log-probabilities."""
+    """Samples in other rows, in other micro-batches or on other devices get the same ids and log-probabilities."""
     reset(bench)
     experience = told(bench.experience)
     expected = columns(

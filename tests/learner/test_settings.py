@@ -97,7 +97,8 @@ def test_kl_in_the_reward_is_steered_and_survives_a_checkpoint():
     result_BT, said = penalty.penalised(reward_BT, logprob_BT, ref_BT, mask_BT)
     np.testing.assert_allclose(result_BT, [[0, -0.05, 1.95], [0, 0.95, 0]])
     assert said == {"reward/kl": pytest.approx(0.5), "reward/kl_coef": 0.1}
-    # Twice the target: the error is clipped to 0.2, so 2 samples of a horizon of 20 raise the coefficient by 2%.
+    # The KL is twice its target. The error is clipped to 0.2, so 2 samples of a horizon of 20 raise the coefficient
+    # by 2%.
     assert penalty.coef == pytest.approx(0.102)
     other = RewardKL(GRPOConfig(beta=0.0, kl_in_reward=0.1, kl_target=0.25))
     other.restore(penalty.state())
@@ -108,12 +109,12 @@ def test_kl_in_the_loss_is_steered_and_survives_a_checkpoint():
     config = GRPOConfig(beta=0.1, kl_target=0.25, kl_horizon=20.0)
     control = LossKL(config)
     assert control.active and control.steered and control.scale == 1.0
-    # Updates measured 0.4 and 0.6, twice the target: the error is clipped to 0.2, so 2 samples of a horizon of 20 add
-    # 2%.
+    # The updates measured 0.4 and 0.6, on average twice the target. The error is clipped to 0.2, so 2 samples of a
+    # horizon of 20 raise the coefficient by 2%.
     said = control.trained([jnp.float32(0.4), jnp.float32(0.6)], 2)
     assert said == {"actor/kl_coef": 0.1}
     assert control.coef == pytest.approx(0.102) and control.scale == pytest.approx(1.02)
-    # At 0.2375 the error is -0.05: -0.5%. A KL of NaN changes nothing.
+    # At 0.2375 the error is -0.05, which lowers the coefficient by 0.5%. A KL of NaN changes nothing.
     assert control.trained([jnp.float32(0.2375)], 2) == {"actor/kl_coef": pytest.approx(0.102)}
     assert control.coef == pytest.approx(0.102 * 0.995)
     control.trained([jnp.float32(np.nan)], 2)
@@ -193,7 +194,7 @@ def test_settings_that_the_loss_does_not_read_are_told(kind, settings, unread):
     warnings = GRPOConfig(beta=0.0, policy_loss_fn=kind, **settings).warnings(1)
     assert [text.partition("=")[0] for text in warnings] == [f"grpo.{name}" for name in unread]
     assert all("has no effect: the policy loss" in text for text in warnings)
-    # A source of a mixture may have another loss, which reads them.
+    # A source of a mixture may have another loss, which reads these settings.
     sources = {"a": {"policy_loss_fn": "clip"}, "b": {"policy_loss_fn": "clip_cov"}, "c": {"policy_loss_fn": "dro"}}
     mixed = GRPOConfig(beta=0.0, policy_loss_fn=kind, sources=sources, **settings)
     assert not [text for text in mixed.warnings(1) if "has no effect" in text]
@@ -266,7 +267,7 @@ def test_the_gate_stops_with_a_diagnosis():
     gate = MismatchGate(0.1, 3, section="grpo", stale=True)
     bad = {"sampler/abs_diff": 0.3, "sampler/exp_diff": 1.4, "sampler/pearson": 0.9}
     for step, metrics in enumerate(({"sampler/abs_diff": 0.09}, bad, bad, {"sampler/abs_diff": 0.0}, bad, bad), 1):
-        gate.check(step, metrics)  # two in a row, a good step in between, two again
+        gate.check(step, metrics)  # two bad steps in a row, a good step, two bad steps again
     with pytest.raises(ValueError, match=r"step 3 in a row.*exp_diff 1.4.*max_staleness.*data_type") as error:
         gate.check(7, bad)
     assert "mismatch_bound=1000" in str(error.value)

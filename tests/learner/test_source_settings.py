@@ -43,7 +43,7 @@ def mixture():
     place_BT = np.tile(np.arange(T), (B, 1))
     given_BT = np.isin(np.repeat(NAMES, G), ("tools", "math"))[:, None] & np.isin(place_BT, (5, 6))
     mask_BT = ((place_BT >= PROMPT) & (place_BT < length_B[:, None]) & ~given_BT).astype(np.float32)
-    # Every token has its own id, by which its log-probability is found wherever it was packed.
+    # Every token has its own id, so its log-probability is found wherever the token was packed.
     tokens_BT = np.arange(B * T, dtype=np.int32).reshape(B, T)
     fields = {"dataset": list(NAMES)}
     prompts = Prompts(tokens_BT[::G, :PROMPT], np.full(P, PROMPT), np.arange(P), ["p"] * P, fields, b"{}")
@@ -118,7 +118,7 @@ def trained(cluster, settings, experience, rows_B):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_an_update_of_a_mixture_is_the_sum_of_those_of_its_components(cluster, mode):
-    """The mixture has RL by two losses, a teacher's advantages and a cross-entropy, each divided by its own tokens."""
+    """The mixture has RL by two losses, a teacher's advantages and a cross-entropy; each has its own divisor."""
     whole = mixture()
     found_X, value, metrics = trained(cluster, config(mode), whole, np.arange(B))
     alone = {name: config(mode, {}, **{"reward_coef": 1.0} | own) for name, own in OWN.items()} | {

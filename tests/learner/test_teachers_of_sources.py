@@ -1,4 +1,4 @@
-"""Teachers of sources, with tokenizers and meshes of their own: the samples each scores, and its advantages."""
+"""Teachers of sources have their own tokenizers and meshes; each scores its sources' samples and gives advantages."""
 
 import dataclasses
 import json
@@ -101,7 +101,8 @@ def test_each_source_is_scored_by_its_teacher(quick_compilation, folders, said):
 
 
 def test_a_teacher_of_other_tokens_gives_each_span_its_sum(quick_compilation, folders, said):
-    """The teacher scores its own whole row; its sum over a span is spread over the policy's tokens, as by hand."""
+    """The teacher scores a row of its own tokens. Each token of a span gets the teacher's sum over the span minus the
+    policy's sum; the test works it out by hand."""
     path = str(folders / "bytes")
     found = described({"path": path, "sources": ("math",)}, {"path": str(folders / "same")})
     cluster, theirs, own = bench(found).cluster, Tokenizer(path), Tokenizer(TINY)

@@ -1,4 +1,4 @@
-"""Policy and teacher with different tokenizers: spans that both cover by whole tokens, and tokens outside all spans."""
+"""Policy and teacher have different tokenizers: each span is whole tokens of both, and some tokens are in no span."""
 
 import json
 import shutil
@@ -75,7 +75,7 @@ def test_spans_are_the_finest_that_both_cover(ends, others):
 
 
 def test_the_advantage_of_a_span_has_the_gradient_of_the_spans_divergence():
-    """Averages over all texts of two policy tokens, each of which is one token of the teacher; float64, in torch."""
+    """Sums over all texts of two policy tokens; each text is one token of the teacher. torch computes in float64."""
     torch = pytest.importorskip("torch")
     rng = np.random.default_rng(0)
     logits = [torch.tensor(rng.normal(size=shape), requires_grad=True) for shape in ((3,), (3, 3))]

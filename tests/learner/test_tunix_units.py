@@ -39,7 +39,7 @@ def test_every_counted_field_says_its_unit(name):
 
 
 def test_eight_prompts_of_four_samples_split_as_in_tunix():
-    """In Tunix: 8 / 4 = 2 updates of 4 x 4 sequences, each of 4 / 2 = 2 micro-batches of 2 x 4 sequences."""
+    """Tunix makes 8 / 4 = 2 updates of 4 x 4 sequences; an update has 4 / 2 = 2 micro-batches of 2 x 4 sequences."""
     training = podrl.RLTrainingConfig(
         eval_every_n_steps=0, mini_batch_size=4, train_micro_batch_size=2, max_tokens_per_row=100, share_prompts=False
     )

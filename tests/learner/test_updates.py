@@ -40,7 +40,7 @@ SAMPLER = {"old_logprob": "sampler"}  # makes ratios spread widely from the firs
 BAND = {"correction_low": 0.9, "correction_high": 1.1}
 STRONG_KL = {"beta": 1.0}
 CLAMP = 2.0**-20  # nats; the mean of such values is exact
-# Settings that no preset changes enough to matter: preset, changes in both runs, changes in the second run only.
+# Settings that no preset changes enough to have an effect: (preset, changes in both runs, changes in the second run).
 SETTINGS = {
     "dual_clip": ("grpo", SAMPLER, {"epsilon_c": 1.01, "epsilon_high": 0.005}),
     "clip_cov": ("dapo", SAMPLER, {"policy_loss_fn": "clip_cov", "cov_fraction": 0.3, "clip_cov_low": 0.0}),
@@ -297,7 +297,8 @@ def test_tokens_are_told_apart_by_age_and_old_ones_dropped(beta, bench):
 
 
 def test_observed_tokens_are_learned_beside_the_policy_loss(bench):
-    """Each sample has two tokens of a tool; with equal rewards and no KL yet, only these make the gradient."""
+    """Each sample has two tokens of a tool. Rewards are equal and there is no KL yet, so the gradient comes from the
+    tool's tokens only."""
     whole, place_BT = bench.experience.rollouts, np.tile(np.arange(T), (B, 1))
     seen_BT = (place_BT >= PROMPT + 1) & (place_BT < np.minimum(PROMPT + 3, whole.length_B - 1)[:, None])
     mask_BT = np.where(seen_BT, np.float32(0), whole.mask_BT)

@@ -36,7 +36,7 @@ from podrl.types import DRAWN, STOP_EOS, BatchError
 
 
 def token(index: int, submit_step: int, sample: int, place: int, version: int) -> int:
-    """Returns the token that a version draws at a position of a sample; it depends on nothing else."""
+    """Returns the token that a version draws at a position of a sample; nothing else has an influence on the token."""
     return random.Random(f"{index} {submit_step} {sample} {place} {version}").randrange(2, 1000)
 
 
@@ -148,7 +148,7 @@ class Member:
         seen = HostRecorder(here, schedule, enter=self.host.enter, evaluate=None, stopping=barrier.stopping)
 
         def work() -> None:
-            with contextlib.suppress(ChannelError, RuntimeError, CancelledError):  # set once the host has died
+            with contextlib.suppress(ChannelError, RuntimeError, CancelledError):  # raised once the host has died
                 train(self.host, _Nothing(), seen, schedule)
 
         threading.Thread(target=work, daemon=True).start()
@@ -380,7 +380,7 @@ def test_groups_past_the_bound_are_asked_again(tmp_path):
 
 
 def test_a_dispatch_that_outlasts_a_step_of_training_makes_no_batch_too_old(tmp_path):
-    """In step 5 the leader learns of tokens drawn in window 3, which are too old: their prompt is asked again."""
+    """In step 5 the leader learns of tokens drawn in window 3. The tokens are too old: their prompt is asked again."""
     slow, told = threading.Event(), threading.Event()
 
     def decides(step: int) -> bool:

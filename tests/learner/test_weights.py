@@ -11,8 +11,8 @@ from podrl.rundir.weights import compare
 
 
 def traced(path, weight, clipped):
-    """Makes a recorded step whose tokens have these weights; the first 12 have advantages -2 .. 9, and all are in the
-    loss."""
+    """Makes a recorded step whose tokens have these weights. The first 12 tokens have advantages -2 .. 9; all tokens
+    are in the loss."""
     path.mkdir()
     recorded(path, [10])
     step = trace.read_step(path, 10)

@@ -262,7 +262,7 @@ FORGETS = """{{ bos_token }}{% set last = namespace(user=0) %}{% for m in messag
 def test_a_template_that_drops_thoughts_opens_a_piece_at_the_second_turn_of_the_user(
     play, serving, monkeypatch, history, pieces
 ):
-    """The loop of a tool before it stays one piece; env.history='append' keeps all in one piece."""
+    """The tool loop before that turn stays one piece. With env.history='append' the whole episode is one piece."""
     monkeypatch.setitem(serving._tokenizer._templates, "default", ChatTemplate(FORGETS, "test"))
     rollouts = play("Loops", history=history, parser="hermes", asked="Else", response=150)
     assert not faults(rollouts, step=1, max_staleness=1)
@@ -305,15 +305,15 @@ def test_what_cannot_be_played_is_refused(play):
 
 
 def of_versions(serving, count):
-    """Makes policies, of which those of odd versions draw all tokens alike."""
+    """Makes policies; a policy with an odd version draws all tokens with the same probability."""
     params = [serving._policy.params, jax.tree.map(lambda x: 0 * x, serving._policy.params)]
     return [Policy(params[version % 2], version) for version in range(count)]
 
 
 @pytest.mark.parametrize("calls", [None, 1])
 def test_windows_of_conversations_are_the_same_in_a_run_that_is_killed_at_every_step(play, serving, tmp_path, calls):
-    """A window of an episode ends after a fixed number of its tokens. Tokens of asides count; the order is that of the
-    requests."""
+    """A window of an episode ends after a fixed number of the episode's tokens. Tokens of asides count, and all tokens
+    count in the order of the requests."""
     S, K = 3, 4
     batches = [dataclasses.replace(asked_once(serving), index_P=np.asarray([b])) for b in range(NEWEST + 1)]
     with Episodes(EnvironmentConfig(environment=f"{tmp_path}/agents.py:Forks"), Limits(), journal=None) as host:
@@ -383,8 +383,8 @@ def test_an_agent_that_is_lost_by_the_wall_clock_has_no_tokens(play):
 def test_by_the_wall_clock_a_killed_run_trains_each_prompt_once_and_asks_no_agent_again_for_a_batch(
     play, serving, tmp_path
 ):
-    """Agents draw random numbers, so only records lead to the samples of a batch again. Versions with odd numbers draw
-    all tokens alike, so the log-probability of a token shows which version drew it."""
+    """Agents draw random numbers, so a batch gets the same samples again only from the records. Odd versions draw all
+    tokens with the same probability, so the log-probability of a token shows which version drew the token."""
     vocab, policies = serving._worker.model.vocab_size, of_versions(serving, LAST + 1)
     tokens = serving._tokenizer.encode(ASKED, start=True)
     rows = {"tokens_PT": np.asarray([tokens] * P, np.int32), "length_P": np.full(P, len(tokens)), "text": [ASKED] * P}

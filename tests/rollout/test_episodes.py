@@ -87,8 +87,8 @@ def say(observation="", role="raw", stop=STOPS, max_new=None, reward=0.0, record
 
 
 def dialogue_of(task):
-    """Makes a script with an observation of random length at every turn, also the first, until a turn ends or room is
-    short."""
+    """Makes a script with an observation of random length before every turn, also the first. The script ends after
+    seven turns, or when no room is left."""
     rng = random.Random(task.seed)
     for number in itertools.count():
         words = [rng.randint(6, 298) for _ in range(rng.choice([0, 0, 3, 9]))]
@@ -118,7 +118,7 @@ def play(tight, policy, prompts_of):
 @settings(max_examples=8, derandomize=True)
 @given(lengths=st.lists(st.integers(1, 20), min_size=1, max_size=4), group_size=st.integers(1, 4))
 def test_rows_hold_what_was_sampled_and_given(tiny, tight, play, lengths, group_size):
-    """Row = prompt, sampled ids, encoded observations, in order; masks, versions and log-probabilities fit."""
+    """A row has prompt, sampled ids and encoded observations in order; masks, versions and log-probabilities fit it."""
     rollouts, host = play(dialogue_of, lengths, group_size=group_size)
     assert tight.stats.compiles == 0
     np.testing.assert_array_equal(rollouts.mask_BT > 0, rollouts.version_BT >= 0)

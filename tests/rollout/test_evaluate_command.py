@@ -38,7 +38,8 @@ def test_numbers_by_hand():
     assert {name: one["mean"] for name, one in found.items()} == pytest.approx(
         {"right": 1 / 2, "pass@2": (1 - 1 / 6 + 1) / 3, "pass@4": 2 / 3, "majority@4": 2 / 3}
     )
-    # Three records with shares 1/2, 0 and 1: as wide as Wilson's interval for 1/4 / (0.5**2 / 3 * 2 / 3) = 4.5 samples.
+    # The interval of three records with shares 1/2, 0 and 1 is as wide as Wilson's interval for
+    # 1/4 / (0.5**2 / 3 * 2 / 3) = 4.5 samples.
     assert found["right"]["low"] == pytest.approx(
         0.5 - (half := 1.959964 * math.sqrt(1 / 18 + 1.959964**2 / 81) / (1 + 1.959964**2 / 4.5))
     )
@@ -55,7 +56,8 @@ def test_a_difference_is_taken_record_by_record():
     assert evaluate.difference(one, other) == {"right": {"mean": 0.25, "records": 3}}  # the other score is not a share
     one, other = ({"right": np.array([[float(x)] for x in text])} for text in ("0000000111", "1111100111"))
     found = evaluate.difference(one, other)["right"]
-    # Five of ten records became right. With two more, one of which changed: 5/12 +- z sqrt((6/12 - (5/12)**2) / 12).
+    # Five of ten records became right. The interval counts two more records, and one of the two as changed:
+    # 5/12 +- z sqrt((6/12 - (5/12)**2) / 12).
     assert found["low"] == pytest.approx((5 - 1.959964 * math.sqrt(47 / 12)) / 12)
     assert found["high"] == pytest.approx((5 + 1.959964 * math.sqrt(47 / 12)) / 12) and found["mean"] == 0.5
     same = evaluate.difference(one, one)["right"]
@@ -108,7 +110,7 @@ GIVEN = ["3+2=5.\n#### 5", "5", 5, 5.0, ["7", "#### 5"], "#### 1,200"]
 
 
 def test_answers_are_those_of_training():
-    """Answers have GSM8K's form, or are numbers or lists; accuracies and reward functions get the same."""
+    """Answers have GSM8K's form, or are numbers or lists; accuracies and rewards read the same answer."""
     records = [record(answer, "1,200" if answer == GIVEN[-1] else "5") for answer in GIVEN]
     plain = evaluate.Scoring(None, RewardConfig(), 1.0, 1)
     assert plain(records)["right"].tolist() == [[1.0]] * 6

@@ -1,4 +1,4 @@
-"""Samples with NaN logits end as failed, no other sample is affected, and too many of them end the call."""
+"""Samples with NaN logits end as failed, no other sample is affected, and too many failures end the call."""
 
 import dataclasses
 
@@ -18,7 +18,7 @@ G = 4
 
 @pytest.fixture(scope="module")
 def untied(tiny_on, tight_config):
-    """Makes a model whose token embeddings are not its output matrix; its pool is so small that pages are reused."""
+    """Makes a model whose embeddings are not its output matrix, and a worker whose small pool must reuse pages."""
     tiny = tiny_on("data=1", 1, dataclasses.replace(tiny_on("data=1", 1).model, tie_embeddings=False))
     return tiny, tiny.worker(tight_config)
 
@@ -37,7 +37,7 @@ def with_nan(params, token):
 
 
 def met_by(rollouts, token):
-    """Lists (sample, first place) where the token is fed to the model; a last token is never fed."""
+    """Returns where each sample first feeds the token to the model; the last token of a sample is never fed."""
     read_BT = (rollouts.tokens_BT == token) & (np.arange(rollouts.tokens_BT.shape[1]) < rollouts.length_B[:, None] - 1)
     return {int(b): int(row.argmax()) for b, row in enumerate(read_BT) if row.any()}
 

@@ -67,8 +67,8 @@ def test_a_file_of_prompts_is_completed(tmp_path, capsys):
 
 
 def _goes_on_after_a_kill(tmp_path, arguments, records):
-    """Resumes with one finished prompt and a torn line after it: the command makes the other prompts and the same
-    file."""
+    """Resumes from a file with one finished prompt and a torn line. The command completes the other prompts, and the
+    file has the same texts."""
     out = tmp_path / "o.jsonl"
     args = generate._parser().parse_args(arguments)
     half = generate.OutputFile(out, generate._settings(args, generate.read_prompts(args.prompts)), args.n)
@@ -156,7 +156,8 @@ def test_every_flipped_bit_of_an_unfinished_output_is_noticed_or_harmless(tmp_pa
             kept = {index: json.loads(damaged[start : start + size]) for index, (start, size) in again.done.items()}
             assert all(records[index] == record for index, record in kept.items())
             said = "is damaged" in capsys.readouterr().err
-            assert said == (len(kept) < 3) or place == len(content) - 1  # a last line without its end is incomplete
+            # A last line without its newline counts as incomplete, not as damaged.
+            assert said == (len(kept) < 3) or place == len(content) - 1
 
 
 def test_an_unfinished_output_of_another_version_is_made_again(tmp_path, capsys):
@@ -199,7 +200,7 @@ def test_a_damaged_prompts_file_of_a_model_is_named(tmp_path):
 
 
 def test_the_environment_of_completions_follows_history():
-    """A program of a run with env.history=append is tried with the branches that its training makes."""
+    """A program for a run with env.history=append is tried with the same branches as in training."""
     arguments = ["--model=tiny_tools", "--prompts=p", "--out=o", "--tool=calculator", "--history=append"]
     config = generate._environment(generate._parser().parse_args(arguments))
     with generate._env_client(config, Tokenizer.load(str(hub.local("tiny_tools")))) as client:

@@ -134,7 +134,7 @@ def test_stop_string_truncates_exactly(tight, policy, prompts_of):
     cut = tight.generate(policy, prompts_of([5, 9]), group_size=6, step=4, sampling=sampling)
     stopped = 0
     for b, text in enumerate(cut.completions):
-        # The end token, which is no part of the completion, is searched too.
+        # The search includes the end token, which is no part of the completion.
         whole = letters(list(free.tokens_BT[b, free.prompts.length_P[b // 6] : free.length_B[b]]))
         at = [whole.find(s) + 3 for s in sampling.stop_strings if s in whole]
         if not at:
@@ -155,8 +155,8 @@ STOPS = ("aba", "bcb", "ca")
 @settings(max_examples=6, derandomize=True)
 @given(data=st.data())
 def test_extended_samples_equal_full_forward(tiny, tight, policy, prompts_of, data):
-    """Samples pause at a stop string, an end or a limit, get random tokens and go on: all agrees with the full
-    forward."""
+    """Samples pause at a stop string, an end or a limit, get random tokens and go on. All their values agree with the
+    full forward pass."""
     prompts = prompts_of(data.draw(st.lists(st.integers(1, 20), min_size=1, max_size=4)))
     sampling = Sampling(max_new=30)
     session = tight.session(policy)

@@ -90,7 +90,7 @@ def own_routes(tiny, params, rollouts):
 
 
 def known(rollouts):
-    """Returns True for tokens that were fed to a program: all of a sample but its last."""
+    """Returns True for tokens that were fed to a program: all tokens of a sample but the last."""
     return np.arange(rollouts.tokens_BT.shape[1]) < rollouts.length_B[:, None] - 1
 
 
@@ -163,7 +163,7 @@ def test_experts_on_several_devices_sample_the_tokens_of_whole_ones(routed, work
 
 
 def check_replayed(tiny, rollouts, shape, *, atol=1e-5):
-    """Asserts that a trainer with another selection bias has the sampler's probabilities, if it replays the routes.
+    """Asserts that a trainer with another selection bias computes the sampler's probabilities if it replays the routes.
 
     Returns:
       The number of tokens that the trainer routed by itself.
@@ -334,7 +334,7 @@ def test_layers_of_several_kinds_record_their_experts(
     check(mixed, rollouts, SAMPLING)
     known_BT, want_BTX = known(rollouts), own_routes(mixed, mixed.params, rollouts)
     np.testing.assert_array_equal(rollouts.route_BTX[known_BT], want_BTX[known_BT])
-    layers = 3 if raw is GLM4 else 4  # the first layer of the other model is dense
+    layers = 3 if raw is GLM4 else 4  # the first layer of GLM4 is dense
     assert want_BTX.shape[2] == 2 * layers
     routes_L = np.moveaxis(want_BTX[known_BT].reshape(-1, layers, 2), 1, 0).reshape(layers, -1)
     assert len({tuple(layer) for layer in routes_L}) == layers
@@ -358,7 +358,7 @@ class Less:
 
 
 def chats(tiny_on, tight_config, tmp_path, asked):
-    """Makes a model with experts that speaks, its worker, the prompt `asked` and the tokenizer; writes agents.py."""
+    """Makes a chat model with experts, its worker, the prompt `asked` and the tokenizer; writes agents.py."""
     tokenizer = Tokenizer(EMBEDDED["tiny_tools"])
     chatty = tiny_on("data=1", 1, dataclasses.replace(model(), vocab_size=tokenizer.vocab_size))
     config = dataclasses.replace(tight_config, max_prompt_length=40, kv_cache_size=160, pool_tokens=6 * 160)
@@ -485,7 +485,7 @@ class Wild:
 
 @pytest.mark.nightly("podrl/engine", "podrl/models", "podrl/rollout", "podrl/environments")
 def test_a_record_of_an_agent_by_the_wall_clock_has_the_routes_of_its_tokens(tiny_on, tight_config, tmp_path):
-    """The episodes go on under a second version of the same weights, as at the learning rate 0."""
+    """The episodes go on under a second version, whose weights are the same, as if the learning rate was 0."""
     chatty, worker, prompts, tokenizer = chats(tiny_on, tight_config, tmp_path, ASKED)
     (tmp_path / "agents.py").write_text(f"{AGENTS}{_WILD.replace('RAN', str(tmp_path / 'ran'))}")
     config = EnvironmentConfig(environment=f"{tmp_path}/agents.py:Wild")

@@ -110,7 +110,7 @@ def test_limits_and_stops_are_honoured(serving):
     text = sampled(answer(serving, completions, prompt="What", max_tokens=8, temperature=0))[0][2]
     cut = answer(serving, completions, prompt="What", max_tokens=8, temperature=0, stop=[text[3:5]])
     assert cut.choices[0].text == text[: text.index(text[3:5]) + 2] and cut.choices[0].stop == text[3:5]
-    given = [*tokens[2:3], *serving._tokenizer.eos_ids * 20]  # ids that end every answer anyway are left out
+    given = [*tokens[2:3], *serving._tokenizer.eos_ids * 20]  # the server leaves out ids that end every answer
     ids = answer(serving, generate, token_ids=[2, 8, 180], sampling_params={"stop_token_ids": given, "seed": 1})
     assert ids.choices[0].tokens == tokens[: tokens.index(tokens[2]) + 1]
     full = answer(serving, generate, token_ids=[2, *[20] * 150], sampling_params={"seed": 2, "temperature": 3})

@@ -47,7 +47,7 @@ class Maker:
         return types.SimpleNamespace(player=player)
 
     def play(self, makings, policy, *, halt, on_ended):
-        """Plays a window; if it is not repeated, halts some dispatches after its batch was taken."""
+        """Plays a window. Unless the window is repeated, it halts a few dispatches after its batch was taken."""
         left, taken, rows = self._clock.randint(0, 3), [0], []
 
         def add():
@@ -80,7 +80,7 @@ class Maker:
 
 
 class Interrupted(Maker):
-    """Leaves a window after a few samples unless it is repeated, and goes on under the same weights, as a host does."""
+    """Leaves a window that is not repeated after a few dispatches; goes on under the same weights, as a host does."""
 
     def play(self, makings, policy, *, halt, on_ended):
         left = 0 if self.repeats() else self._clock.randint(0, 2)

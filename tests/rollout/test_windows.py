@@ -152,7 +152,8 @@ def test_the_ratio_to_the_version_that_drew_a_token_is_1_under_filters(tight, ti
         versions = set(version_BT[sampled_BT].tolist())
         assert versions == ({b} if S == 0 else versions) and versions <= {max(b - 2, 0), max(b - 1, 0)} | {b * (S == 0)}
         (B, T), width = rollouts.tokens_BT.shape, 17 + 40
-        tokens_BT = np.pad(rollouts.tokens_BT, ((0, 1), (0, width - T)))  # rows split over the mesh
+        # One row is added, because the rows are split over the mesh.
+        tokens_BT = np.pad(rollouts.tokens_BT, ((0, 1), (0, width - T)))
         place_BT = np.tile(np.arange(width), (B + 1, 1))
         segment_BT = (place_BT < np.append(rollouts.length_B, 0)[:, None]).astype(np.int32)
         layout = Layout(tokens_BT, segment_BT, place_BT)
@@ -270,7 +271,7 @@ def test_a_batch_of_several_hosts_is_cut_for_as_many_or_others(tight, policies, 
 
 def test_a_quantum_follows_the_longest_samples():
     clock = TokenClock(RolloutConfig(steps_per_dispatch=8, max_tokens_to_generate=60), staleness=2)
-    assert clock.quantum(0) == 24  # 0.7 of the limit divided by two, in whole dispatches
+    assert clock.quantum(0) == 24  # 0.7 of the limit divided by two is 21, rounded up to whole dispatches
     for step, longest in enumerate([10, 50, 12, 9, 8, 60]):
         clock.saw(step, longest)
     assert [clock.quantum(step) for step in (1, 2, 5, 6)] == [8, 24, 24, 24]
