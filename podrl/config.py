@@ -8,6 +8,7 @@ import functools
 import inspect
 import math
 import numbers as abc
+import pathlib
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -37,6 +38,14 @@ def percent(share: float) -> str:
     while 0 < share < 1 and float(f"{100 * share:.{digits}f}") in (0, 100):
         digits += 1
     return f"{share:.{digits}%}"
+
+
+def install(extra: str) -> str:
+    """Returns the command that adds the packages of an extra, for a checkout or for an installed podrl."""
+    root = pathlib.Path(__file__).parents[1]
+    if not (root / "pyproject.toml").exists():
+        return f"pip install 'podrl[{extra}]'"
+    return f"pip install -e '{'.' if root == pathlib.Path.cwd() else root}[{extra}]'"
 
 
 # Keys of a job, by the names that other systems give these settings.

@@ -7,7 +7,7 @@ import re
 from collections.abc import MutableMapping
 from typing import Any
 
-from podrl.config import nearest
+from podrl.config import install, nearest
 from podrl.mesh.chips import CHIPS, GIB, Chip
 
 _MOST_SLICES = 512
@@ -129,9 +129,7 @@ def prepare(env: MutableMapping[str, str], purpose: str = "", *, gpus: int = 0) 
         env["JAX_PLATFORMS"] = "cpu"
         return
     if importlib.util.find_spec("libtpu") is None:
-        raise ValueError(
-            f"This needs the TPU compiler, which is not installed: pip install 'podrl[tpu]'. {purpose}".rstrip()
-        )
+        raise ValueError(f"This needs the TPU compiler, which is not installed: {install('tpu')}. {purpose}".rstrip())
     env.setdefault("TPU_SKIP_MDS_QUERY", "1")
     env.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     env.setdefault("TPU_WORKER_HOSTNAMES", "localhost")

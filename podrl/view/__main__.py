@@ -9,6 +9,7 @@ import socket
 import sys
 from collections.abc import Sequence
 
+from podrl.config import install
 from podrl.rundir.spans import chrome_trace
 from podrl.runtime.arguments import Parser
 from podrl.storage.storage import StorageError
@@ -65,7 +66,7 @@ def _serve(runs: Sequence[RunFiles], host: str, port: int) -> int:
 
         from podrl.view.server import application
     except ImportError as error:
-        raise ValueError(f"podrl.view needs {error.name}: pip install 'podrl[view]', or give --html=FILE.") from None
+        raise ValueError(f"podrl.view needs {error.name}: {install('view')}, or give --html=FILE.") from None
     token = "" if _is_loopback(host) else secrets.token_urlsafe(24)
     listening = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     with listening:

@@ -117,7 +117,7 @@ PARQUET = {
     ),
 }
 if importlib.util.find_spec("pyarrow") is None:
-    PARQUET = {"parquet without its library": data("x.parquet", b"", ["x.parquet", "pip install 'podrl[parquet]'"])}
+    PARQUET = {"parquet without its library": data("x.parquet", b"", ["x.parquet", "[parquet]'"])}
 
 PROMPTS = {
     "too long, as errors": data(
