@@ -66,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
             if args.json:
                 console.file.write(json.dumps(dataclasses.asdict(finding)) + "\n")
             else:
-                console.print(f"{found}. {finding}\n   It means: {finding.meaning}.\n   Turn: {finding.key}.")
+                console.print(f"{found}. {finding.report()}")
             console.file.flush()
     except KeyboardInterrupt:
         pass
