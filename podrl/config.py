@@ -337,7 +337,7 @@ def build(cls: type[T], values: Mapping[str, object], prefix: str = "config") ->
     required = [f.name for f in fields if f.default is f.default_factory is dataclasses.MISSING]
     if missing := [name for name in required if name not in values]:
         flag = f"--{prefix}.{missing[0]}=..." if "[" not in prefix else f"{missing[0]!r} there"
-        raise ValueError(f"{prefix} lacks {', '.join(missing)}: set {flag}")
+        raise ValueError(f"{prefix} lacks {', '.join(missing)}: set {flag}.")
     if "[" in prefix:  # the class itself does not know its place in a list
         path = prefix.removeprefix("config.")
         values = {key: check(value, types_of(cls)[key], f"{path}.{key}") for key, value in values.items()}

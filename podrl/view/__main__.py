@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from podrl.config import install
 from podrl.rundir.spans import chrome_trace
-from podrl.runtime.arguments import Parser
+from podrl.runtime.arguments import Parser, as_sentence
 from podrl.storage.storage import StorageError
 from podrl.view.listing import listing
 from podrl.view.report import report
@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
             return 0
         return _serve(runs, args.host, args.port)
     except (ValueError, OSError, StorageError) as error:
-        print(f"podrl.view: error: {error}", file=sys.stderr)
+        print(f"podrl.view: error: {as_sentence(error)}", file=sys.stderr)
         return 1
 
 
