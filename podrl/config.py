@@ -461,7 +461,7 @@ def check_text(text: str, hint: object, key: str) -> bool:
                     "separate items by commas."
                 ) from None
             if isinstance(items, Mapping):
-                raise ValueError(f"{key}={text} is one item and no list: put a comma behind it, as in ({{...}},).")
+                raise ValueError(f"{key}={text} is one item and no list: put a comma after it, as in ({{...}},).")
         if option is not type(None) and typing.get_origin(option) is not typing.Literal:
             return False  # the parser of flags checks texts and tuples
     raise ValueError(f"{key}={text} must be {_names(options)}.")

@@ -627,8 +627,8 @@ def _check_models(job: Job) -> None:
     """Refuses adapters on random weights, and devices for an auxiliary model that the job does not have."""
     if job.model.path == SCRATCH and job.model.lora.rank:
         raise ValueError(
-            f"model.lora.rank={job.model.lora.rank} with model.path={SCRATCH!r}: adapters on random weights that "
-            "stay as they are learn nothing of use. Set model.lora.rank=0, or give model.path=DIR."
+            f"model.lora.rank={job.model.lora.rank} with model.path={SCRATCH!r} would train adapters alone, and the "
+            "model's random weights would never change. Set model.lora.rank=0, or give a trained model by model.path."
         )
     if job.model.reference and job.kind.offline and not job.compares:
         raise ValueError(

@@ -91,7 +91,8 @@ def parse_topology(text: str, *, key: str) -> Topology:
     name, sizes, slices = found.groups()
     if name in GPUS:
         if "x" in sizes or slices or not 1 <= int(sizes) <= GPUS[name].largest:
-            raise ValueError(f"{key}={text!r}: GPUs are planned for one machine of 1 to 8, as {name}:8.")
+            most = GPUS[name].largest
+            raise ValueError(f"{key}={text!r} must be one machine with 1 to {most} GPUs, such as {name}:{most}.")
         return Topology(GPUS[name], (int(sizes),))
     if name not in CHIPS:
         raise ValueError(f"{key}={text!r} names the generation {name!r}.{nearest(name, {**CHIPS, **GPUS})}")

@@ -96,7 +96,7 @@ def test_gpus_of_one_machine():
     assert (str(eight), eight.predicted, eight.chip.flops) == ("h100:8", True, 989e12)
     assert parse_topology("l4:1", key="--trainer").chip.hbm < 24e9 < eight.chip.hbm
     for wrong in ("h100:9", "h100:0", "h100:2x4", "l4:4*2"):
-        with pytest.raises(ValueError, match="GPUs are planned for one machine of 1 to 8"):
+        with pytest.raises(ValueError, match="must be one machine with 1 to 8 GPUs, such as "):
             parse_topology(wrong, key="--trainer")
     with pytest.raises(ValueError, match=r"names the generation 'h10'\. Did you mean 'h100'"):
         parse_topology("h10:8", key="--trainer")
