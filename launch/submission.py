@@ -21,7 +21,7 @@ import tarfile
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-HELP = "directory of your code, configuration and small files, copied beside --workdir and from there to every host"
+HELP = "a directory with your code, configuration and small data files; it is copied to every host"
 CODE_BYTES = 32 << 20
 CODE_FILES = 10_000
 _CONFIGS = pathlib.Path(__file__).resolve().parent.parent / "configs"

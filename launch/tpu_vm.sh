@@ -8,8 +8,8 @@
 # Without an action: copies this checkout, installs it, starts one process per host and follows the logs, every line
 # prefixed by its worker. Ctrl-C stops following, not the run. The exit status is non-zero if any worker's was.
 #
-#   --code=DIR         directory of your code, configuration and small files, which go to the bucket of --workdir and from
-#                      there to every host, where relative paths of podrl's flags mean files of it
+#   --code=DIR         a directory with your code, configuration and small data files. It is copied into the bucket of
+#                      --workdir, and from there to every host. Relative paths in podrl's flags are then paths in DIR
 #   --join=OTHER_TPU   generate for the job that runs there with --topology=split: its flags, --env values and secret are
 #                      read from its first host; give no podrl flags here. --kill takes the hosts away again
 #   --join_zone=ZONE   zone of OTHER_TPU, if it is not ZONE

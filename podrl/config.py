@@ -8,6 +8,7 @@ import functools
 import inspect
 import math
 import numbers as abc
+import pathlib
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -37,6 +38,14 @@ def percent(share: float) -> str:
     while 0 < share < 1 and float(f"{100 * share:.{digits}f}") in (0, 100):
         digits += 1
     return f"{share:.{digits}%}"
+
+
+def install(extra: str) -> str:
+    """Returns the command that adds the packages of an extra, for a checkout or for an installed podrl."""
+    root = pathlib.Path(__file__).parents[1]
+    if not (root / "pyproject.toml").exists():
+        return f"pip install 'podrl[{extra}]'"
+    return f"pip install -e '{'.' if root == pathlib.Path.cwd() else root}[{extra}]'"
 
 
 # Keys of a job, by the names that other systems give these settings.
@@ -328,7 +337,7 @@ def build(cls: type[T], values: Mapping[str, object], prefix: str = "config") ->
     required = [f.name for f in fields if f.default is f.default_factory is dataclasses.MISSING]
     if missing := [name for name in required if name not in values]:
         flag = f"--{prefix}.{missing[0]}=..." if "[" not in prefix else f"{missing[0]!r} there"
-        raise ValueError(f"{prefix} lacks {', '.join(missing)}: set {flag}")
+        raise ValueError(f"{prefix} lacks {', '.join(missing)}: set {flag}.")
     if "[" in prefix:  # the class itself does not know its place in a list
         path = prefix.removeprefix("config.")
         values = {key: check(value, types_of(cls)[key], f"{path}.{key}") for key, value in values.items()}
@@ -452,7 +461,7 @@ def check_text(text: str, hint: object, key: str) -> bool:
                     "separate items by commas."
                 ) from None
             if isinstance(items, Mapping):
-                raise ValueError(f"{key}={text} is one item and no list: put a comma behind it, as in ({{...}},).")
+                raise ValueError(f"{key}={text} is one item and no list: put a comma after it, as in ({{...}},).")
         if option is not type(None) and typing.get_origin(option) is not typing.Literal:
             return False  # the parser of flags checks texts and tuples
     raise ValueError(f"{key}={text} must be {_names(options)}.")

@@ -19,7 +19,7 @@ from podrl.rundir.console import make_console
 from podrl.rundir.findings import Finding, examine
 from podrl.rundir.history import WINDOW
 from podrl.rundir.metrics import read_records
-from podrl.runtime.arguments import Parser
+from podrl.runtime.arguments import Parser, as_sentence
 from podrl.runtime.watchdog import EXIT_DONE, EXIT_USER
 from podrl.storage.storage import StorageError, check, locate
 
@@ -66,12 +66,12 @@ def main(argv: Sequence[str]) -> int:
             if args.json:
                 console.file.write(json.dumps(dataclasses.asdict(finding)) + "\n")
             else:
-                console.print(f"{found}. {finding}\n   It means: {finding.meaning}.\n   Turn: {finding.key}.")
+                console.print(f"{found}. {finding.report()}")
             console.file.flush()
     except KeyboardInterrupt:
         pass
     except (ValueError, OSError, ImportError, StorageError) as error:
-        sys.stderr.write(f"podrl.doctor: error: {error}\n")
+        sys.stderr.write(f"podrl.doctor: error: {as_sentence(error)}\n")
         return EXIT_USER
     if not found and not args.json:
         steps = sum("time/step" in record for record in read_records(args.run, "metrics.jsonl"))

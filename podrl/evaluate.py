@@ -31,7 +31,7 @@ from podrl.rewards.reference import accuracies, majority, pass_at_k
 from podrl.rundir import intervals
 from podrl.rundir.console import make_console, print_table
 from podrl.runtime import environment, signals
-from podrl.runtime.arguments import Parser
+from podrl.runtime.arguments import Parser, as_sentence
 from podrl.storage.regular import load_object
 from podrl.storage.storage import StorageError, locate
 
@@ -96,7 +96,7 @@ def main(argv: Sequence[str]) -> int:
                 rest += [f"--stop={text}" for text in stop_strings(models.values())]
             found = {name: _scored(name, path, sets, records, args, rest, score) for name, path in models.items()}
     except (ValueError, OSError, ImportError, RewardError, StorageError) as error:
-        sys.stderr.write(f"podrl.evaluate: error: {error}\n")
+        sys.stderr.write(f"podrl.evaluate: error: {as_sentence(error)}\n")
         return 1
     result: dict[str, object] = {"models": models, "arguments": list(argv)}
     result |= {name: {one: _summaries(*scores) for one, scores in by_set.items()} for name, by_set in found.items()}

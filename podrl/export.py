@@ -37,7 +37,7 @@ from podrl.models.config import LoraConfig, ModelConfig
 from podrl.models.hf_config import config_to_hf, read_config
 from podrl.rundir import identity
 from podrl.rundir.card import card
-from podrl.runtime.arguments import Parser
+from podrl.runtime.arguments import Parser, as_sentence
 from podrl.storage import hub
 from podrl.storage.record import CheckpointRecord
 from podrl.storage.storage import Place, StorageError, absolute, check, complete_steps, is_remote, locate
@@ -279,7 +279,7 @@ def main(argv: Sequence[str] | None = None) -> str:
             (out / "README.md").write_text(card(place, config, step))
             pushed = f" It was uploaded: {hub.push(out, args.push)}."
     except (ValueError, OSError, ImportError, StorageError) as error:
-        raise SystemExit(f"podrl.export: {error}") from None
+        raise SystemExit(f"podrl.export: {as_sentence(error)}") from None
     return f"Step {step} of {args.workdir} was written to {args.out} ({args.dtype}).{pushed}"
 
 

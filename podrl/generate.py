@@ -28,7 +28,7 @@ from podrl.data import shape, sources
 from podrl.environments import config as env
 from podrl.mappings import JsonObject, Record
 from podrl.runtime import environment, signals
-from podrl.runtime.arguments import Parser, add_device_options, add_history_option, check_numbers
+from podrl.runtime.arguments import Parser, add_device_options, add_history_option, as_sentence, check_numbers
 from podrl.storage import hub, storage
 from podrl.storage.regular import load_object
 from podrl.storage.storage import StorageError, is_remote
@@ -129,7 +129,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         return _generate(args)
     except (ValueError, OSError, ImportError, StorageError) as error:
-        _report(f"podrl.generate: error: {error}")
+        _report(f"podrl.generate: error: {as_sentence(error)}")
         return 1
 
 

@@ -36,6 +36,7 @@ from podrl.config import elsewhere, nearest, refused
 from podrl.job.config_file import default_workdir, find_config, load_config
 from podrl.mappings import ConfigValues
 from podrl.runtime import bundle, detect, environment, joining, local_pod, roles
+from podrl.runtime.arguments import as_sentence
 from podrl.runtime.channel import ChannelError
 from podrl.runtime.pod import Pod
 from podrl.runtime.service import ServiceError
@@ -498,7 +499,7 @@ def _report(error: BaseException, joined: Sequence[Pod]) -> tuple[int, str]:
         print("\n".join(("podrl: interrupted.", *_how_to_resume(error))), file=sys.stderr)
         return 130, "interrupted"
     if isinstance(error, ChannelError | StorageError | ServiceError):
-        print("\n".join((f"podrl: error: {error}", *_how_to_resume(error))), file=sys.stderr)
+        print("\n".join((f"podrl: error: {as_sentence(error)}", *_how_to_resume(error))), file=sys.stderr)
         return EXIT_INFRASTRUCTURE, str(error)
     runtimes = _STATUS.match(str(error)) is not None and isinstance(error, RuntimeError | ValueError)
     # A collective may have lost a process: if another process knows the reason, await_end does not return.
@@ -514,7 +515,7 @@ def _report(error: BaseException, joined: Sequence[Pod]) -> tuple[int, str]:
     if (first and bug) or ((first or lost) and "--debug" in sys.argv):
         traceback.print_exception(error)
     if users or not first:
-        print("podrl: error:", text if first else text.partition("\n")[0], file=sys.stderr)
+        print("podrl: error:", as_sentence(text if first else text.partition("\n")[0]), file=sys.stderr)
     if lost and _how_to_resume(error):
         print(*_how_to_resume(error), file=sys.stderr)
     return EXIT_INFRASTRUCTURE if lost else EXIT_USER, text

@@ -34,7 +34,7 @@ from podrl.rundir import identity, trace, weights
 from podrl.rundir.console import make_console, print_table
 from podrl.rundir.history import kind_of
 from podrl.rundir.metrics import read_metrics
-from podrl.runtime.arguments import Parser
+from podrl.runtime.arguments import Parser, as_sentence
 from podrl.runtime.watchdog import EXIT_DONE, EXIT_USER
 from podrl.storage.storage import complete_steps, is_remote
 
@@ -273,7 +273,7 @@ def main(argv: Sequence[str]) -> int:
             scratch = args.keep or pathlib.Path(temporary)
             done = replay(args.run, args.step, args.change, scratch, flags, args.start)
         except (ValueError, OSError) as error:
-            sys.stderr.write(f"podrl.replay: error: {error}\n")
+            sys.stderr.write(f"podrl.replay: error: {as_sentence(error)}\n")
             return EXIT_USER
     start, old, new = done.start, done.recorded, done.found
     names = sorted(old.keys() | new.keys(), key=lambda name: (name not in _FIRST, name))

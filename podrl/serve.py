@@ -25,7 +25,7 @@ from podrl.environments.config import Parser as CallParser
 from podrl.environments.front import Front, FrontSettings, check_packages
 from podrl.environments.wire.requests import Answer, AnswerPart, ParsedRequest, RefusedRequest
 from podrl.runtime import environment, signals
-from podrl.runtime.arguments import Parser, add_device_options, add_history_option, check_numbers
+from podrl.runtime.arguments import Parser, add_device_options, add_history_option, as_sentence, check_numbers
 from podrl.runtime.service import ServiceError
 from podrl.storage import hub
 from podrl.storage.storage import StorageError, locate
@@ -85,7 +85,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         return _serve(args)
     except (ValueError, OSError, ImportError, StorageError, ServiceError) as error:
-        _write_line(f"podrl.serve: error: {error}")
+        _write_line(f"podrl.serve: error: {as_sentence(error)}")
         return 1
 
 

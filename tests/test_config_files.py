@@ -1,10 +1,12 @@
 """Invalid configuration files and overrides are refused in one sentence with file, line, value and key."""
 
+import pathlib
+
 import pytest
 from ml_collections import ConfigDict
 
-from podrl.data.template import SYSTEM_PROMPT, user_turn
-from podrl.job.config import check_text, complete, other_section, parse
+from podrl.data.template import user_turn
+from podrl.job.config import check_text, complete, other_section, parse, with_prompt_length
 from podrl.launch import find_config, load_config
 from podrl.learner.instructions import instructions_for
 
@@ -101,9 +103,17 @@ def test_the_recipe_of_tunix_is_that_recipe_to_the_number():
     assert (trainer.max_grad_norm, trainer.train_micro_batch_size) == (0.1, 2)
     assert (job.checkpoint.every, job.checkpoint.keep) == (500, 4)
     assert job.reward.fns == ("exact_format", "approximate_format", "answer", "number")
-    assert (job.data.system_prompt, job.data.template, instructions_for(job.reward.fns)) == (
-        "auto",
-        "chat",
-        SYSTEM_PROMPT,
+    own, page = (
+        instructions_for(job.reward.fns),
+        pathlib.Path(__file__).parents[1].joinpath("docs", "from-tunix.md").read_text(),
     )
-    assert user_turn("How many?", SYSTEM_PROMPT) == f"{SYSTEM_PROMPT}\n\nHow many?"
+    assert (job.data.system_prompt, job.data.template) == ("auto", "chat")
+    assert own == (
+        "You are given a problem. Think it through step by step and write your reasoning between <reasoning> and "
+        "</reasoning>. Then write the final answer, a single number, between <answer> and </answer>."
+    )
+    assert own in " ".join(page.split()), "the page shows the words of podrl's prompt"
+    # The recipe's own words, given as the page says, replace podrl's; the page has only their SHA-256.
+    values["data"]["system_prompt"] = "Words of another recipe."
+    given = parse(with_prompt_length(ConfigDict(values).to_dict())).data.system_prompt
+    assert user_turn("How many?", given) == "Words of another recipe.\n\nHow many?"

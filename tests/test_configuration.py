@@ -5,12 +5,14 @@ import dataclasses
 import math
 import pathlib
 import re
+import tomllib
 from typing import Annotated, Literal, get_args, get_type_hints
 
 import pytest
 
 import podrl
-from podrl.config import Count, Finite, NonNegative, Range, build, group_of, numbers, percent, section
+from podrl import config as configuration
+from podrl.config import Count, Finite, NonNegative, Range, build, group_of, install, numbers, percent, section
 from podrl.engine.config import Sampling
 from podrl.job.config import KINDS, Job
 
@@ -196,3 +198,18 @@ def test_every_field_of_every_config_is_used():
 )
 def test_a_share_is_never_rounded_to_none_or_all(share, text):
     assert percent(share) == text
+
+
+def test_the_command_that_installs_an_extra_fits_a_checkout_and_an_installed_podrl(tmp_path, monkeypatch):
+    root = pathlib.Path(podrl.__file__).parents[1]
+    monkeypatch.chdir(root)
+    assert install("view") == "pip install -e '.[view]'"
+    monkeypatch.chdir(tmp_path)
+    assert install("view") == f"pip install -e '{root}[view]'"
+    monkeypatch.setattr(configuration, "__file__", str(tmp_path / "site-packages/podrl/config.py"))
+    assert install("view") == "pip install 'podrl[view]'"
+    sources = {path: path.read_text() for path in (root / "podrl").rglob("*.py")}
+    assert [path.name for path, text in sources.items() if "'podrl[" in text] == ["config.py"], "install() says it"
+    extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    named = {extra for text in sources.values() for extra in re.findall(r"\binstall\('(\w+)'\)", text)}
+    assert len(named) > 10 and named <= set(extras)

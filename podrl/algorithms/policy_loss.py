@@ -414,13 +414,24 @@ class PolicyLoss:
                 )
         return tuple(found)
 
-    def entropy_formula(self) -> str:
-        """Writes the entropy term of the loss in plain text; '' if the loss has none."""
-        return f"- {self.settings.entropy_coef:g} entropy" if self.settings.entropy_coef else ""
+    def formula_without_advantage(self) -> str:
+        """Writes the terms of the loss that have no advantage, KL and entropy, in plain text; '' if there are none."""
+        settings, penalty, lines = self.settings, self.settings.loss_kl, list[str]()
+        if penalty.coef:
+            mode = kl.canonical_mode(penalty.mode)
+            bound = "" if penalty.clamp is None else f", within +-{penalty.clamp:g}"
+            lines.append(f"+ {penalty.coef:g} KL: {mode}: {kl.FORMULAS[mode]}, d = logprob - ref_logprob{bound}")
+        if settings.entropy_coef:
+            lines.append(f"- {settings.entropy_coef:g} entropy")
+        return "\n".join([*lines, self._aggregation()] if lines else [])
+
+    def _aggregation(self) -> str:
+        mode, scale = self.settings.mode, self.settings.loss_agg_scale or 1
+        return f"{mode}: {AGGREGATION_FORMULAS[mode].format(loss_agg_scale=scale)}"
 
     def formula(self) -> str:
         """Writes the formula of the loss with its numbers in plain text, for the dry run."""
-        settings, penalty = self.settings, self.settings.loss_kl
+        settings = self.settings
         bounds = {"low": f"{1 - settings.low:g}", "high": f"{1 + settings.high:g}"}
         bounds |= {"epsilon_low": settings.low, "epsilon_high": settings.high}
         if self.own is None:
@@ -437,14 +448,7 @@ class PolicyLoss:
             lines.append(f"times the sampler correction: {weight}, w = exp(old_logprob - sampler_logprob)")
         if self.stale_bound is not None:
             lines.append(f"times 0 for tokens drawn by weights more than {plural(self.stale_bound, 'update')} old")
-        if penalty.coef:
-            mode = kl.canonical_mode(penalty.mode)
-            bound = "" if penalty.clamp is None else f", within +-{penalty.clamp:g}"
-            lines.append(f"+ {penalty.coef:g} KL: {mode}: {kl.FORMULAS[mode]}, d = logprob - ref_logprob{bound}")
-        if entropy := self.entropy_formula():
-            lines.append(entropy)
-        aggregated = AGGREGATION_FORMULAS[settings.mode].format(loss_agg_scale=settings.loss_agg_scale or 1)
-        lines.append(f"{settings.mode}: {aggregated}")
+        lines.append(self.formula_without_advantage() or self._aggregation())
         return "\n".join(lines) + "\nr = exp(logprob - old_logprob), A = advantage, sg = no gradient"
 
     def __call__(

@@ -25,7 +25,7 @@ from podrl.models.config import ModelConfig
 from podrl.models.hf_config import config_from_hf
 from podrl.models.parameters import is_param, param_specs
 from podrl.models.sizes import SIZES
-from podrl.runtime.arguments import Parser
+from podrl.runtime.arguments import Parser, as_sentence
 from podrl.storage.storage import locate
 from podrl.types import PyTree
 
@@ -216,7 +216,7 @@ def main(argv: list[str]) -> int:
     try:
         convert(args.checkpoint, args.size, args.out, args.tokenizer)
     except ValueError as error:
-        sys.stderr.write(f"podrl: error: {error}\n")
+        sys.stderr.write(f"podrl: error: {as_sentence(error)}\n")
         return 1
     sys.stdout.write(f"Written to {args.out}: --config.model.path={args.out}\n")
     return 0

@@ -9,6 +9,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from podrl.config import install
 from podrl.data.problem_generator import RandomDraws, Split, held_out
 from podrl.mappings import JsonObject
 from podrl.workers import child
@@ -28,7 +29,7 @@ def dataset(name: str, arguments: str) -> Any:
         import reasoning_gym
         from reasoning_gym import factory
     except ImportError as error:
-        raise ValueError(f"it needs the package reasoning-gym: pip install 'podrl[reasoning]' ({error}).") from error
+        raise ValueError(f"it needs the package reasoning-gym: {install('reasoning')} ({error}).") from error
     if name not in factory.DATASETS:
         close = difflib.get_close_matches(name, factory.DATASETS, n=3)
         raise ValueError(f"reasoning-gym has no dataset {name!r}; {len(factory.DATASETS)} others, such as {close}.")

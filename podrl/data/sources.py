@@ -23,6 +23,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 from etils import epath
 
+from podrl.config import install
 from podrl.data import shape
 from podrl.mappings import JsonObject, Record
 from podrl.runtime import plain
@@ -489,7 +490,7 @@ def _parquet(file: epath.Path, one_of: Sequence[str], accept: Check) -> Records:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        raise ImportError(f"{file} needs pyarrow: pip install 'podrl[parquet]'.") from error
+        raise ImportError(f"{file} needs pyarrow: {install('parquet')}.") from error
     try:
         content = io.BytesIO(file.read_bytes())
         names = pyarrow.parquet.read_schema(content).names
@@ -579,7 +580,7 @@ def _tfds(path: str) -> Records:
     try:
         import tensorflow_datasets as tfds
     except ImportError as error:
-        raise ImportError(f"{path} needs TensorFlow Datasets: pip install 'podrl[tfds]'.") from error
+        raise ImportError(f"{path} needs TensorFlow Datasets: {install('tfds')}.") from error
     try:
         stored = tfds.data_source(name, split=split, builder_kwargs={"file_format": "array_record"})
     except (ValueError, OSError) as error:  # its messages list all data sets

@@ -6,6 +6,7 @@ import importlib.util
 import secrets
 from typing import Protocol
 
+from podrl.config import install
 from podrl.environments.wire.requests import Answer, AnswerPart, ParsedRequest, RefusedRequest
 from podrl.mappings import JsonObject
 from podrl.runtime.service import ServiceError
@@ -23,7 +24,7 @@ def check_packages() -> None:
     """
     for package in ("httptools", "msgspec", "uvloop"):
         if importlib.util.find_spec(package) is None:
-            raise ValueError(f"The endpoint of agents needs package {package}: pip install 'podrl[agents]'.")
+            raise ValueError(f"The endpoint of agents needs package {package}: {install('agents')}.")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from podrl.config import install
 from podrl.environments.stepped import SteppedEnvironment
 from podrl.mappings import JsonObject
 
@@ -109,7 +110,7 @@ class _OpenEnv:
         try:
             from websockets.asyncio.client import connect
         except ImportError as error:
-            raise ImportError("open_env needs the package websockets: pip install 'podrl[openenv]'.") from error
+            raise ImportError(f"open_env needs the package websockets: {install('openenv')}.") from error
         with self._named("connect"):
             self._socket = await connect(self._url, max_size=None)
         return self._read(await self._request("reset", {"seed": seed, **self._reset}))

@@ -16,6 +16,7 @@ import urllib.parse
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import Any, BinaryIO, TextIO
 
+from podrl.config import install
 from podrl.environments.config import MCPServer
 from podrl.environments.tool_worker import plain
 from podrl.mappings import JsonObject, ToolDeclaration
@@ -56,7 +57,7 @@ class _Server:
         try:
             import mcp  # noqa: F401
         except ImportError:
-            self._send({"failed": self._key, "why": "needs package mcp: pip install 'podrl[tools]'."})
+            self._send({"failed": self._key, "why": f"needs package mcp: {install('tools')}."})
             return
         disconnected_at, pause, opened = time.monotonic(), _FIRST_PAUSE_S, False
         while True:

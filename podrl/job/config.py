@@ -41,6 +41,7 @@ from podrl.learner.settings import AlgorithmConfig, GRPOConfig, PPOConfig
 from podrl.mappings import ConfigValues, ToolSchema
 from podrl.models.config import LoraConfig, ModelConfig, gemma2_config
 from podrl.models.hf_config import config_from_hf, read_config
+from podrl.models.pretrained import check_positions
 from podrl.rewards import reasoning
 from podrl.rewards.compose import RewardConfig
 from podrl.rewards.reference import DEFAULT
@@ -626,8 +627,8 @@ def _check_models(job: Job) -> None:
     """Refuses adapters on random weights, and devices for an auxiliary model that the job does not have."""
     if job.model.path == SCRATCH and job.model.lora.rank:
         raise ValueError(
-            f"model.lora.rank={job.model.lora.rank} with model.path={SCRATCH!r}: adapters on random weights that "
-            "stay as they are learn nothing of use. Set model.lora.rank=0, or give model.path=DIR."
+            f"model.lora.rank={job.model.lora.rank} with model.path={SCRATCH!r} would train adapters alone, and the "
+            "model's random weights would never change. Set model.lora.rank=0, or give a trained model by model.path."
         )
     if job.model.reference and job.kind.offline and not job.compares:
         raise ValueError(
@@ -847,10 +848,18 @@ def with_prompt_length(values: ConfigValues, tools: Sequence[ToolSchema] = ()) -
                 "of model.path, which is empty: give model.path=DIR, or the number of tokens."
             )
         return dict(values)
-    directory = build(ModelSource, values["model"], "config.model").tokenizer(values["tokenizer"])
-    if values["rollout"]["max_prompt_length"]:
-        return dict(values)
-    if not values["tokenizer"] and pathlib.Path(directory, "config.json").is_file():
-        read_config(directory)  # refuses a model of an unknown kind before its tokenizer can be refused
-    data = build(DataConfig, values["data"], "config.data")
-    return merge(values, {"rollout": {"max_prompt_length": longest_prompt(data, Tokenizer(directory, tools=tools))}})
+    source = build(ModelSource, values["model"], "config.model")
+    directory = source.tokenizer(values["tokenizer"])
+    if not values["rollout"]["max_prompt_length"]:
+        if not values["tokenizer"] and pathlib.Path(directory, "config.json").is_file():
+            read_config(directory)  # refuses a model of an unknown kind before its tokenizer can be refused
+        longest = longest_prompt(build(DataConfig, values["data"], "config.data"), Tokenizer(directory, tools=tools))
+        values = merge(values, {"rollout": {"max_prompt_length": longest}})
+    if source.path != SCRATCH and not KINDS[section_of(values.get("algorithm", "grpo"))].scores:
+        try:
+            model = read_config(source.directory)
+        except (ValueError, OSError):  # refused later, with its key
+            return dict(values)
+        # Before `parse` can refuse rollout.kv_cache_size: raising that key would not help.
+        check_positions(model, values["rollout"]["max_prompt_length"], 0)
+    return dict(values)

@@ -265,9 +265,9 @@ def reward_line(job: Job) -> str:
     terms += [(env.reward_weight, "the environment's rewards")] if env.used else []
     text = " + ".join(name if weight == 1 else f"{weight:g} x {name}" for weight, name in terms)
     others = [name for name in reward.named if name not in reward.fns]
-    return f"Reward of a sample: {text or 0}." + (
-        f" Some sources name their own: {', '.join(others)}." if others else ""
-    )
+    said = f"Reward of a sample: {text or 0}."
+    said += f" Some sources name their own: {', '.join(others)}." if others else ""
+    return said + ("" if job.algo.uses_rewards else " It is recorded and is not in the loss (grpo.reward_coef=0).")
 
 
 def _set_lines(job: Job) -> list[str]:

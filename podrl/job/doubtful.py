@@ -136,6 +136,10 @@ def _of_algorithm(job: Job) -> dict[str, tuple[str, ...]]:
     if name == "grpo":
         taught = algo.distillation
         reasons |= {
+            "grpo.reward_coef=0 keeps rewards out of the loss": (
+                not algo.uses_rewards,
+                ("kl_in_reward", "overlong_shaping", "no_stop_reward"),
+            ),
             "grpo.kl_in_reward=0": (not algo.kl_in_reward, ("kl_reward_mode",)),
             "grpo.teacher_coef=0": (taught is None, ("teacher_rate", "teacher_hint_tokens", "teacher_top_k")),
             "grpo.teacher is not 'ema'": (taught is not None and taught.teacher != "ema", ("teacher_rate",)),

@@ -430,8 +430,8 @@ def finish(current: Run, step: int, max_steps: int, facts: JsonObject) -> int:
         if is_remote(current.place):
             raise StorageError(f"{reached}step {saved}.")
         raise ValueError(
-            f"{reached}step {saved}. Make space in {current.place}, then the same command goes on from there: "
-            f"{current.command}"
+            f"{reached}step {saved}. Make space in {current.place}, then the same command, "
+            f"{current.command}, goes on from there."
         )
     if step < max_steps:
         current.push()

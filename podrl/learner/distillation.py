@@ -98,7 +98,7 @@ class DistilledGRPO(GRPO):
             return super().score(step, experience)
         if self._teacher.kl == "full":
             raise ValueError(
-                f"grpo.teacher_kl='full' compares policy and teacher behind the same prompt, but in step {step} the "
+                f"grpo.teacher_kl='full' compares policy and teacher after the same prompt, but in step {step} the "
                 f"teacher has prompts of its own (`{TEACHER_PROMPT}`): set grpo.teacher_kl='top_k' or 'sampled', or "
                 "leave data.hint out."
             )

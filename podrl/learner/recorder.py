@@ -347,7 +347,7 @@ class Recorder:
     def _warn(self, *records: LogRecord) -> None:
         """Prints what podrl/rundir/checks.py finds in records; each finding is printed once in a run."""
         for finding in (finding for record in records for finding in self._examination.see(record)):
-            self._run.console.print(f"Warning: {finding}. It means: {finding.meaning}. Turn: {finding.key}.")
+            self._run.console.print(f"Warning: {finding.report()}")
 
     def _check_finite(self, step: int, values: Mapping[str, float]) -> None:
         """Raises ValueError after the third update in a row without a finite gradient."""

@@ -336,15 +336,22 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
         """True if the surrogate of a token whose advantage is 0 is 0."""
         return not self.own_loss and self.kind not in PENALISED
 
+    @property
+    def uses_rewards(self) -> bool:
+        """True if rewards enter the loss of some samples."""
+        return True
+
     def formula(self, max_tokens: int) -> str:
         """Writes the advantage and the loss with their numbers in plain text, a teacher's part included."""
         rewards, policy, teacher = self.estimator().formula(), self.policy_loss(max_tokens), self.distillation
+        if teacher is None and not self.uses_rewards and self._scaled_by_advantage:
+            return policy.formula_without_advantage()
         if teacher is None or not teacher.coef:  # only some sources of a mixture have a teacher; `describe` names them
             return f"{rewards}\n{policy.formula()}"
         if teacher.sampled or teacher.reward_coef:
             return teacher.formula(rewards, policy.formula())
         if self._scaled_by_advantage:
-            return teacher.formula(rewards, policy.entropy_formula())
+            return teacher.formula(rewards, policy.formula_without_advantage())
         return teacher.formula(rewards, f"+ {policy.formula()}; A is 0, as there is no reward")
 
     def describe(self, max_tokens: int) -> list[str]:
@@ -355,7 +362,7 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
                 f"loss + {self.observed_weight:g} x (-log p), mean over the tokens that environments gave after a "
                 "sample's first turn (ECHO)"
             )
-        if self.reward_kl.coef:
+        if self.reward_kl.coef and self.uses_rewards:
             lines.append(f"reward per token: - {self.reward_kl.coef:g} KL to the reference ({self.reward_kl.mode})")
         if self.kl_target is not None:
             lines.append(
@@ -366,7 +373,7 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
                 f"dynamic sampling: groups of equal rewards are replaced from {self.dynamic_sampling_batches - 1} "
                 "further batches of prompts"
             )
-        if self.overlong_shaping:
+        if self.overlong_shaping and self.uses_rewards:
             buffer = max(max_tokens // 5, 1) if self.overlong_buffer is None else self.overlong_buffer
             lines.append(
                 f"overlong shaping: 0 up to {max_tokens - buffer} tokens, then down to -{self.overlong_penalty:g} at "
@@ -374,7 +381,7 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
             )
         if self.overlong_filter:
             lines.append(f"overlong filter: completions cut off at {max_tokens} tokens leave the loss")
-        if self.no_stop_reward is not None:
+        if self.no_stop_reward is not None and self.uses_rewards:
             lines.append(f"completions cut off at {max_tokens} tokens get the reward {self.no_stop_reward:g}")
         return lines
 
@@ -487,7 +494,7 @@ class GRPOConfig(AlgorithmConfig, KLLossSettings, GroupSettings):
             )
         if self.teacher != "reference" and self.teacher_kl == "full":
             raise ValueError(
-                f"grpo.teacher_kl='full' compares policy and teacher behind the same prompt, and grpo.teacher="
+                f"grpo.teacher_kl='full' compares policy and teacher after the same prompt, and grpo.teacher="
                 f"{self.teacher!r} reads another: set grpo.teacher_kl='top_k', which is exact if "
                 "grpo.teacher_top_k is the size of the vocabulary, or 'sampled'."
             )
@@ -580,6 +587,10 @@ class GRPOConfig(AlgorithmConfig, KLLossSettings, GroupSettings):
         return Distillation(self.teacher_coef, self.reward_coef, self.teacher_kl, self.teacher_top_k, self.teacher)
 
     @property
+    def uses_rewards(self) -> bool:
+        return any(part.reward_coef for part in self.parts)
+
+    @property
     def observed_weight(self) -> float:
         return max(part.observation_coef for part in self.parts)
 
@@ -598,7 +609,7 @@ class GRPOConfig(AlgorithmConfig, KLLossSettings, GroupSettings):
     def describe(self, max_tokens: int) -> list[str]:
         own = {name: ", ".join(f"{key}={value!r}" for key, value in of.items()) for name, of in self.sources.items()}
         lines = [f"samples of {name} have settings of their own: {settings}" for name, settings in own.items()]
-        if self.reward_coef != 1.0 and not self.teacher_coef:
+        if self.uses_rewards and self.reward_coef != 1.0 and not self.teacher_coef:
             lines.append(f"advantages times {self.reward_coef:g}")
         return [*lines, *super().describe(max_tokens)]
 

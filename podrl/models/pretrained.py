@@ -147,7 +147,9 @@ def check_positions(config: ModelConfig, prompt: int, longest: int) -> None:
     if prompt >= config.max_length:
         raise ValueError(
             f"A prompt may have {prompt} tokens (rollout.max_prompt_length, where 0 takes the data's longest) and the "
-            f"model was made for {config.max_length} (max_position_embeddings in config.json): it must be fewer."
+            f"model was made for {config.max_length} (max_position_embeddings in config.json): lower "
+            "rollout.max_prompt_length, so that prompt and answer (rollout.max_tokens_to_generate) together exceed "
+            "neither this number nor rollout.kv_cache_size. data.long_prompts says what becomes of longer prompts."
         )
     if longest > config.max_length:
         _log.warning(

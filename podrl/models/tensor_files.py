@@ -133,7 +133,7 @@ def scan_file(path: Place) -> dict[str, StoredTensor]:
             raise ValueError(f"Tensor {tensor.name} of {path} {why}: the file is damaged. Copy it again.")
         used = tensor.stop
     if used != size:
-        raise ValueError(f"{path} has {size - used} bytes behind its last tensor: the file is damaged. Copy it again.")
+        raise ValueError(f"{path} has {size - used} bytes after its last tensor: the file is damaged. Copy it again.")
     return tensors
 
 

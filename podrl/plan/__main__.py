@@ -26,6 +26,7 @@ from podrl import launch
 from podrl.mappings import ConfigValues
 from podrl.plan import chips
 from podrl.runtime import signals
+from podrl.runtime.arguments import as_sentence
 
 if TYPE_CHECKING:
     import numpy as np
@@ -217,7 +218,7 @@ def main() -> None:
         code = _run(sys.argv)
     except (ValueError, OSError, ImportError) as error:
         notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-        raise SystemExit(f"podrl.plan: {error}{notes}") from None
+        raise SystemExit(f"podrl.plan: {as_sentence(f'{error}{notes}')}") from None
     raise SystemExit(code)
 
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import MutableMapping
 from typing import Any
 
-from podrl.config import nearest
+from podrl.config import install, nearest
 from podrl.mesh.chips import CHIPS, GIB, Chip
 
 _MOST_SLICES = 512
@@ -91,7 +91,8 @@ def parse_topology(text: str, *, key: str) -> Topology:
     name, sizes, slices = found.groups()
     if name in GPUS:
         if "x" in sizes or slices or not 1 <= int(sizes) <= GPUS[name].largest:
-            raise ValueError(f"{key}={text!r}: GPUs are planned for one machine of 1 to 8, as {name}:8.")
+            most = GPUS[name].largest
+            raise ValueError(f"{key}={text!r} must be one machine with 1 to {most} GPUs, such as {name}:{most}.")
         return Topology(GPUS[name], (int(sizes),))
     if name not in CHIPS:
         raise ValueError(f"{key}={text!r} names the generation {name!r}.{nearest(name, {**CHIPS, **GPUS})}")
@@ -129,9 +130,7 @@ def prepare(env: MutableMapping[str, str], purpose: str = "", *, gpus: int = 0) 
         env["JAX_PLATFORMS"] = "cpu"
         return
     if importlib.util.find_spec("libtpu") is None:
-        raise ValueError(
-            f"This needs the TPU compiler, which is not installed: pip install 'podrl[tpu]'. {purpose}".rstrip()
-        )
+        raise ValueError(f"This needs the TPU compiler, which is not installed: {install('tpu')}. {purpose}".rstrip())
     env.setdefault("TPU_SKIP_MDS_QUERY", "1")
     env.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     env.setdefault("TPU_WORKER_HOSTNAMES", "localhost")

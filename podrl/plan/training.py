@@ -38,7 +38,7 @@ from podrl.trainer.step import make_logprob_fn, make_train_step
 from podrl.types import Batch, Layout, PyTree, unrouted
 
 TEACHING = "teacher's log-probabilities of likely ids"
-LIKELY, HINTED = "policy's likeliest ids", f"{TEACHING}, behind hints"
+LIKELY, HINTED = "policy's likeliest ids", f"{TEACHING}, after hints"
 
 
 def training_programs(setting: Setting) -> list[Program]:

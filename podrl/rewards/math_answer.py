@@ -5,6 +5,7 @@ import unicodedata
 from collections.abc import Sequence
 from typing import Any
 
+from podrl.config import install
 from podrl.rewards import numbers
 from podrl.rewards.answers import closed_answer
 from podrl.runtime.plain import references
@@ -98,7 +99,7 @@ def _parsed(text: str) -> list[Any]:
     try:
         import math_verify
     except ImportError as error:
-        raise ImportError("reward.fns='math_equal' needs math-verify: pip install 'podrl[math]'.") from error
+        raise ImportError(f"reward.fns='math_equal' needs math-verify: {install('math')}.") from error
     text = _RAISED.sub(lambda found: "^{" + unicodedata.normalize("NFKC", found[0]).replace("\u2212", "-") + "}", text)
     text = _ROOT.sub(r"\\sqrt{\1\2}", text.translate(_RELATIONS))
     text = numbers.with_products(_SCIENTIFIC.sub(r"\1\\cdot10^{\2}", text))

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+from podrl.config import install
 from podrl.rewards.text import TextConfig
 
 NAME = "reasoning_gym"
@@ -67,5 +68,5 @@ def _scorer(name: str, arguments: str) -> Any:
     try:
         import reasoning_gym
     except ImportError as error:
-        raise ImportError(f"reward.fns={NAME!r} needs reasoning-gym: pip install 'podrl[reasoning]'.") from error
+        raise ImportError(f"reward.fns={NAME!r} needs reasoning-gym: {install('reasoning')}.") from error
     return reasoning_gym.create_dataset(name, **{**json.loads(arguments), "seed": 0, "size": 1}).score_answer

@@ -11,7 +11,7 @@ import string
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from podrl.config import section
+from podrl.config import install, section
 from podrl.rewards.answers import last_answer
 from podrl.runtime import plain
 from podrl.storage.regular import regular
@@ -192,7 +192,7 @@ def _validator(schema: str) -> Any:
         import jsonschema.validators
         import referencing
     except ImportError as error:
-        raise ImportError("reward.fns='json_schema' needs jsonschema: pip install 'podrl[schema]'.") from error
+        raise ImportError(f"reward.fns='json_schema' needs jsonschema: {install('schema')}.") from error
     try:
         content = json.loads(schema)
         kind = jsonschema.validators.validator_for(content)

@@ -48,8 +48,9 @@ class Check:
       kind: kind of the records that the check reads: 'step', 'evaluation', 'sample' (a line of samples.jsonl), or
         'trace' (all tokens of a step; podrl/rundir/token_checks.py).
       meaning: consequence of the finding, in a sentence.
-      key: configuration key to change, or advice.
-      look: function that describes what is wrong with a record, with its numbers; '' if nothing is wrong.
+      key: configuration key to change, or advice; further lines give the key for each likely reason.
+      look: function that describes what is wrong with a record, with its numbers; '' if nothing is wrong. A second
+        line shows a sample.
     """
 
     name: str
@@ -210,16 +211,14 @@ def _function_constant(now: LogRecord, past: Past) -> str:
 
 @check(
     "a reward function pays nothing",
-    meaning=(
-        "a function that gives 0 to nearly all samples teaches nothing yet. The likeliest reasons: 1. the answers have "
-        "not the form that it looks for; 2. it compares with another field of the records than the one that holds the "
-        "reference; 3. the task is too hard for this model. For a penalty, 0 is the best value"
-    ),
+    meaning="the function teaches nothing yet, unless it is a penalty, whose best value is 0",
     key=(
-        "1. data.system_prompt to ask for the form, or algorithm=sft first; 2. the function's arguments, "
-        "data.answer_field; 3. easier data (data.path), more SECTION.num_generations, "
-        "SECTION.advantage_estimator='maxrl' with SECTION.dynamic_sampling=True; with tools whose answers can be "
-        "predicted, SECTION.observation_coef=0.1; with a model that can do the task, algorithm=opd"
+        "the keys of the reason that applies, likeliest first:"
+        "\n  1. the answers lack the form that the function looks for: data.system_prompt asks for it, or "
+        "algorithm=sft first"
+        "\n  2. the function compares with the wrong field: its arguments, data.answer_field"
+        "\n  3. the task is too hard: easier data (data.path), more SECTION.num_generations, "
+        "SECTION.advantage_estimator='maxrl', a teacher (algorithm=opd), with tools SECTION.observation_coef=0.1"
     ),
 )
 def _unpaid(now: LogRecord, past: Past) -> str:
@@ -231,15 +230,16 @@ def _unpaid(now: LogRecord, past: Past) -> str:
             f"reward function {name} gave the reward 0 to {percent(average(shares))} of the samples of {WINDOW} steps"
         )
         example = next((sample for sample in reversed(past.samples) if number(sample, name) == 0), None)
-        return text if example is None else f"{text}, such as (step {example['step']}) {_in_one_line(example)}"
+        return text if example is None else f"{text}\na sample of step {example['step']}: {_in_one_line(example)}"
     return ""
 
 
 def _in_one_line(sample: LogRecord) -> str:
-    """Returns a sample in one line: the end of its prompt, the beginning of its answer, the reference."""
-    prompt, text = str(sample.get("prompt", "")), str(sample.get("completion", ""))
-    prompt, text = ("..." * (len(prompt) > 160) + prompt[-160:], text[:240] + "..." * (len(text) > 240))
-    return f"prompt {prompt!r}, answer {text!r}" + (f", reference {sample['truth']!r}" if "truth" in sample else "")
+    """Returns a sample in one line: the end of its prompt, the beginning of its answer and of the reference."""
+    prompt, *texts = (str(sample.get(name, "")) for name in ("prompt", "completion", "truth"))
+    text, truth = (repr(text[:80] + "..." * (len(text) > 80)) for text in texts)
+    said = f"prompt {'...' * (len(prompt) > 80) + prompt[-80:]!r}, answer {text}"
+    return f"{said}, reference {truth}" if "truth" in sample else said
 
 
 @check(

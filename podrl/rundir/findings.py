@@ -36,6 +36,10 @@ class Finding:
         at = f", {self.sample}" if self.sample else ""
         return f"step {self.step}{at}: {self.name}: {self.text}"
 
+    def report(self) -> str:
+        """Writes the finding in short lines: the observation, its consequence, and the key to change."""
+        return f"{self}.\nIt means: {self.meaning}.\nTurn: {self.key}.".replace("\n", "\n   ")
+
 
 class Examination:
     """Runs all checks over the records of a run, in the order of the records; each check reports at most once."""

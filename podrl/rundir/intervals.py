@@ -59,7 +59,7 @@ def share_difference(value_P: Sequence[float]) -> tuple[float, float]:
 
 
 def format_interval(low_high: tuple[float, float] | None, *, percent: bool, signed: bool = False) -> str:
-    """Writes an interval behind the number that it belongs to, such as ' [64.6, 100.0]'; '' if there is none."""
+    """Writes an interval after the number that it belongs to, such as ' [64.6, 100.0]'; '' if there is none."""
     if low_high is None:
         return ""
     scale, digits, sign = (100, 1, "+" if signed else "") if percent else (1, 3, "+" if signed else "")

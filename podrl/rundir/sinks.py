@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
+from podrl.config import install
 from podrl.mappings import ConfigValues, LogRecord
 from podrl.storage.storage import write_whole
 
@@ -30,7 +31,7 @@ End = Literal["finished", "stopped", "failed"]
 
 _WAITING = 1000  # largest number of records that wait for a slow tracker
 _CLOSE_S = 30.0
-_LACKS = "log.to names {0!r}, which needs its package: pip install 'podrl[{0}]', or leave it out of log.to."
+_LACKS = "log.to names {0!r}, which needs its package: {1}, or leave it out of log.to."
 _SECRET = re.compile(r"(?i)(^|_)(key|token|secret|password|passwd|credentials?|authorization|headers)$")
 _URL_USER = re.compile(r"(?<=://)[^/@\s]+@")
 
@@ -70,7 +71,7 @@ def open_sink(name: SinkName, workdir: pathlib.Path, *, start: int, project: str
     try:
         importlib.import_module(name)
     except ImportError:
-        raise ValueError(_LACKS.format(name)) from None
+        raise ValueError(_LACKS.format(name, install(name))) from None
     make = functools.partial(_MAKERS[name], workdir, project, without_secrets(run_config))
     return Remote(name, make)
 
@@ -83,7 +84,7 @@ def check_installed(names: Sequence[SinkName]) -> None:
     """
     for name in names:
         if name != "tensorboard" and sys.modules.get(name) is None and importlib.util.find_spec(name) is None:
-            raise ValueError(_LACKS.format(name))
+            raise ValueError(_LACKS.format(name, install(name)))
 
 
 class Remote:

@@ -13,6 +13,12 @@ from podrl.runtime.watchdog import EXIT_USER
 DTYPES = ("float32", "bfloat16", "float16")
 
 
+def as_sentence(error: object) -> str:
+    """Writes an error with a full stop at its end, which the texts of other libraries lack."""
+    text = str(error).rstrip()
+    return text if text.endswith((".", "?", "!")) else f"{text}."
+
+
 class _Help(argparse.RawDescriptionHelpFormatter):
     """Keeps the lines of the description, and adds the default value to the help of an option that has one."""
 
@@ -38,7 +44,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Prints the error in one line and exits with code 1."""
-        self.exit(EXIT_USER, f"{self._module}: error: {message} (see {self.prog} --help)\n")
+        self.exit(EXIT_USER, f"{self._module}: error: {message} (see {self.prog} --help).\n")
 
 
 def add_history_option(parser: argparse.ArgumentParser, choices: Sequence[str]) -> None:

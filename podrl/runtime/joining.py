@@ -160,7 +160,7 @@ def _secret(environment: Mapping[str, str]) -> str:
     if not secret:
         raise ValueError(
             "PODRL_SECRET is not set: the processes of a job encrypt their messages to each other with it. Set the "
-            "same random text on all hosts (launch/ does), for example: export PODRL_SECRET=$(openssl rand -hex 16)"
+            "same random text on all hosts (launch/ does), such as what `openssl rand -hex 16` prints."
         )
     return secret
 

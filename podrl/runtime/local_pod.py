@@ -34,10 +34,14 @@ _PR_SET_PDEATHSIG = 1
 _LONGEST_PLACE = 60
 # Memory of a process before it has a model: Python, jax and podrl.
 _PROCESS_BYTES = 350 << 20
-# Lines that Gloo writes about its collectives, and lines that jax writes about a cluster without process 0. After the
-# latter, jax writes _ABORT.
+# Gloo's line about its connections, or a part of it: Gloo writes it in pieces, and other threads write between them.
+_GLOO = re.compile(
+    rb"(?:\[Gloo\] Rank )?\d*(?: is connected to )?\d* peer ranks\. ?|\[Gloo\] Rank \d*(?: is connected to \d*)?"
+    rb"|Expected number of connected peer ranks is : \d*"
+)
+# Lines that jax writes about a cluster without process 0. After them, jax writes _ABORT.
 _CHATTER = re.compile(
-    rb"\[Gloo\] Rank|[EW]\d{4} .*(preemption_sync_manager|coordination_service_agent)\.cc:"
+    rb"[EW]\d{4} .*(preemption_sync_manager|coordination_service_agent)\.cc:"
     rb"|Additional GRPC error information|:UNKNOWN:Error received from peer"
 )
 _ABORT = b"Terminating process because the JAX distributed service detected fatal errors"
@@ -244,8 +248,9 @@ def _without_chatter(lines: Iterable[bytes]) -> Iterator[bytes]:
     """Yields a process's output lines, except lines of libraries that do not help the user."""
     lines = iter(lines)
     for line in lines:
-        if not _CHATTER.match(line):
-            yield line
+        rest = _GLOO.sub(b"", line)
+        if (rest == line or rest.strip()) and not _CHATTER.match(rest):
+            yield rest
         if _ABORT in line:  # the process is ending; only the stack of jax's own thread follows
             for _ in lines:
                 pass

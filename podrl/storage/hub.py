@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from podrl.config import install
 from podrl.mappings import ConfigValues
 from podrl.storage.storage import StorageError, first_line
 
@@ -271,8 +272,7 @@ def _api(repo: str) -> Any:
         import huggingface_hub
     except ImportError as error:
         raise ImportError(
-            f"{repo} is not a directory here; as a repository of the hub it needs huggingface_hub: pip install "
-            "'podrl[hub]'."
+            f"{repo} is not a directory here; as a repository of the hub it needs huggingface_hub: {install('hub')}."
         ) from error
     return huggingface_hub.HfApi(endpoint=os.environ.get("HF_ENDPOINT"), token=os.environ.get("HF_TOKEN"))
 

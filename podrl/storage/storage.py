@@ -10,6 +10,8 @@ import threading
 
 from etils import epath
 
+from podrl.config import install
+
 Place = pathlib.Path | epath.Path
 
 _ROLES = "roles/storage.objectUser and roles/storage.legacyBucketReader"
@@ -46,7 +48,7 @@ def locate(path: str | os.PathLike) -> Place:
     url = os.fspath(path)
     _bucket(url)
     if importlib.util.find_spec("gcsfs") is None:
-        raise ImportError(f"{url} is in a bucket, which needs gcsfs: pip install 'podrl[gcs]'.")
+        raise ImportError(f"{url} is in a bucket, which needs gcsfs: {install('gcs')}.")
     import fsspec.config
 
     # Without this gcsfs caches listings, while other processes (and tensorstore in this one) write to the directories.

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import Sharding
 from jaxtyping import Array
 
+from podrl.config import install
 from podrl.transfer.move import Move
 from podrl.transfer.plan import TransferPlan
 
@@ -41,7 +42,7 @@ def service_reshard() -> Callable[..., Any]:
     except (ImportError, AttributeError) as error:
         raise ValueError(
             f"JAX_PLATFORMS={platforms()!r} runs under Pathways, which needs the package pathwaysutils to "
-            f"move weights between meshes ({error}): pip install 'podrl[pathways]' on the controller."
+            f"move weights between meshes ({error}): {install('pathways')} on the controller."
         ) from error
 
 

@@ -9,8 +9,9 @@ import socket
 import sys
 from collections.abc import Sequence
 
+from podrl.config import install
 from podrl.rundir.spans import chrome_trace
-from podrl.runtime.arguments import Parser
+from podrl.runtime.arguments import Parser, as_sentence
 from podrl.storage.storage import StorageError
 from podrl.view.listing import listing
 from podrl.view.report import report
@@ -55,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
             return 0
         return _serve(runs, args.host, args.port)
     except (ValueError, OSError, StorageError) as error:
-        print(f"podrl.view: error: {error}", file=sys.stderr)
+        print(f"podrl.view: error: {as_sentence(error)}", file=sys.stderr)
         return 1
 
 
@@ -65,7 +66,7 @@ def _serve(runs: Sequence[RunFiles], host: str, port: int) -> int:
 
         from podrl.view.server import application
     except ImportError as error:
-        raise ValueError(f"podrl.view needs {error.name}: pip install 'podrl[view]', or give --html=FILE.") from None
+        raise ValueError(f"podrl.view needs {error.name}: {install('view')}, or give --html=FILE.") from None
     token = "" if _is_loopback(host) else secrets.token_urlsafe(24)
     listening = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     with listening:

@@ -167,7 +167,7 @@ PLAN = {
     "no flag": plan(["--trainer=v5e:2x4", "search"], ["search"]),
 }
 if importlib.util.find_spec("libtpu") is None:
-    PLAN = {"without its compiler": plan("--trainer=v5e:2x4", ["podrl[tpu]", "v5e:2x4"])}
+    PLAN = {"without its compiler": plan("--trainer=v5e:2x4", ["[tpu]'", "v5e:2x4"])}
 
 CASES = {
     f"{command} {name}": bad

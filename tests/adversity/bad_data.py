@@ -117,7 +117,7 @@ PARQUET = {
     ),
 }
 if importlib.util.find_spec("pyarrow") is None:
-    PARQUET = {"parquet without its library": data("x.parquet", b"", ["x.parquet", "pip install 'podrl[parquet]'"])}
+    PARQUET = {"parquet without its library": data("x.parquet", b"", ["x.parquet", "[parquet]'"])}
 
 PROMPTS = {
     "too long, as errors": data(
@@ -140,10 +140,10 @@ PROMPTS = {
     "all of the embedded task too long": Bad(
         [*BASE, "--config.rollout.max_prompt_length=4"], ["longer than 4 tokens", "rollout.max_prompt_length"]
     ),
-    "longer than the cache": data(
+    "longer than the cache and the model's positions": data(
         "x.jsonl",
         _record(question="How many? " * 400, answer="3"),
-        ["rollout.max_prompt_length", "kv_cache_size"],
+        ["max_position_embeddings", "lower rollout.max_prompt_length", "rollout.kv_cache_size"],
         "--config.data.eval_fraction=0.0",
     ),
     "template word": Bad([*BASE, "--config.data.template=chatty"], ["data.template", "chatty", "plain"]),

@@ -208,7 +208,9 @@ OVERRIDES = {
     "value of a source": launch(
         "--config.data.sources=({'path': 'd', 'weight': 'x'},)", ["data.sources[0].weight='x' must be a number"]
     ),
-    "source without a path": launch("--config.data.sources=({'weight': 3},)", ["config.data.sources[0] lacks path"]),
+    "source without a path": launch(
+        "--config.data.sources=({'weight': 3},)", ["config.data.sources[0] lacks path: set 'path' there."]
+    ),
     "field of a set": launch(
         "--config.eval.sets=({'path': 'd', 'nam': 'x'},)", ["config.eval.sets[0] has no key 'nam'", "'name'"]
     ),

@@ -42,6 +42,7 @@ def refused(bad: Bad, done: Done) -> None:
     for word in bad.words:
         assert word in said, f"{word!r} is not in:\n{said}"
     assert len(said) < 1200, said
+    assert said.endswith((".", "?")), f"not a whole sentence:\n{said}"
 
 
 def nothing_in_the_way(directory: pathlib.Path) -> None:

@@ -138,7 +138,7 @@ PLANTED = [
         "gspo",
         unpaid,
         9,
-        "reward function number gave the reward 0 to 97% of the samples of 5 steps, such as (step 1) prompt",
+        "reward function number gave the reward 0 to 97% of the samples of 5 steps\na sample of step 1: prompt",
     ),
     ("reward saturated", "grpo", lambda r: put(r, "reward/std", 0.1, 12), 16, "0.1 over 5"),
     ("a reward at the cost of another", "gspo", exploited, 11, "reward/number fell by 1.6"),
@@ -198,7 +198,9 @@ def test_what_is_planted_is_found_where_it_begins(name, where, change, step, wor
     assert len(found) == 1 and found[0].step == step and words in found[0].text, found
     assert doctor.main([directory]) == 1
     said = " ".join(capsys.readouterr().out.split())
-    assert f"step {step}" in said and found[0].meaning in said and f"Turn: {found[0].key}" in said
+    assert f"step {step}" in said and found[0].meaning in said and f"Turn: {' '.join(found[0].key.split())}" in said
+    longest = max(found[0].report().splitlines(), key=lambda line: len(line.split()))
+    assert len(longest.split()) <= 45 and len(longest) <= 360, longest
     assert "SECTION" not in said
 
 
@@ -211,7 +213,7 @@ def test_the_page_has_every_row_of_the_table():
     page = (ROOT / "docs" / "doctor.md").read_text()
     rows = [line.split(" | ") for line in page.split("\n") if line.startswith("| ") and line.count(" | ") == 3]
     listed = [(name, meaning, key.removesuffix(" |")) for _, name, meaning, key in rows[1:]]
-    assert listed == [(row.name, row.meaning, row.key) for row in CHECKS]
+    assert listed == [(row.name, row.meaning, re.sub(r"\n *", "<br>", row.key)) for row in CHECKS]
 
 
 def test_findings_name_the_settings_of_the_table_of_algorithms():

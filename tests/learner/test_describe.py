@@ -87,6 +87,29 @@ def test_a_teachers_formula_has_no_term_of_weight_zero(settings, told, untold):
     assert not re.search(r"(?<![\d.])0 (advantage|KL|\()", text)
 
 
+NOT_LEARNT = " It is recorded and is not in the loss (grpo.reward_coef=0)."
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_algorithm_says_whether_its_loss_has_the_reward(name):
+    found, text = planned(name)
+    assert (NOT_LEARNT in text) == (getattr(found.algo, "reward_coef", 1.0) == 0) == (name == "opd")
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.25])
+def test_observations_alone_are_told_without_an_advantage(beta):
+    own = {"reward_coef": 0.0, "observation_coef": 0.5, "beta": beta, "overlong_shaping": True}
+    env = {"tools": ("calculator",)}
+    text = planned("grpo", grpo=own, env=env, rollout={"max_response_tokens": 80})[1].partition("Algorithm grpo:")[2]
+    loss = text.partition("Guarantee")[0]
+    assert "loss + 0.5 x (-log p)" in loss and NOT_LEARNT in text
+    assert ("+ 0.25 KL: " in loss) == (beta > 0) and "policy loss" not in loss and "dvantage" not in loss
+    assert "overlong shaping" not in loss
+    assert "grpo.overlong_shaping=True has no effect: grpo.reward_coef=0 keeps rewards out of the loss." in " ".join(
+        text.split()
+    )
+
+
 @pytest.mark.parametrize(
     ("steps", "told"), [(1, "step 1 trains the critic only"), (5, "steps 1 to 5 train the critic")]
 )

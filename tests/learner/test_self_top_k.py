@@ -123,7 +123,7 @@ def test_behind_the_policys_own_prompt_it_is_the_divergence_without_a_hint(bench
     np.testing.assert_array_equal(np.asarray(batch.rows.id_BTK)[at_ABT], id_ABTK[at_ABT])
     np.testing.assert_array_equal(np.asarray(batch.rows.teacher_logprob_BTK)[at_ABT], theirs_ABTK[at_ABT])
     taught = np.asarray(batch.rows.weight_BT)[at_ABT]
-    assert (taught == (1.0 if hints == "own prompts" else 0.0)).all(), "a copy behind the same prompt teaches nothing"
+    assert (taught == (1.0 if hints == "own prompts" else 0.0)).all(), "a copy after the same prompt teaches nothing"
     algorithm.update(0, [batch])
 
 

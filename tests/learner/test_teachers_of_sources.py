@@ -133,7 +133,7 @@ def test_a_teacher_of_other_tokens_gives_each_span_its_sum(quick_compilation, fo
             (at,) = np.nonzero(span_T == n)
             gap = scores.ref_logprob_BT[b, PROMPT + at].sum() - own_T[at].sum()
             np.testing.assert_allclose(advantage_BT[b, PROMPT + at], gap, atol=1e-4)
-    assert 0 < metrics["opd/compared"] < 1, "the samples that go on behind the end of their turn are not compared"
+    assert 0 < metrics["opd/compared"] < 1, "the samples that go on after the end of their turn are not compared"
     assert np.array_equal(algorithm.needed(0, experience), np.arange(B)) and teacher.mesh == cluster.actor_mesh
     assert np.isfinite(fetched_means(learn(algorithm, 0, experience))["actor/grad_norm"])
 

@@ -166,6 +166,18 @@ def test_what_programs_can_and_cannot_do(sandboxes, how):
     assert set(os.listdir(pathlib.Path.home())) == before
 
 
+@isolates
+@pytest.mark.parametrize("threads", [0, 1, 4])
+def test_a_program_may_have_as_many_threads_besides_its_first_as_the_setting_says(threads):
+    program = "import threading, time\nstarted = 0\ntry:\n    for _ in range(64):\n"
+    program += "        threading.Thread(target=time.sleep, args=(60,), daemon=True).start(); started += 1\n"
+    program += "except RuntimeError: print(started)"
+    made = Sandboxes(LIMITS | {"threads": threads}, at_once=1)
+    (verdict,) = made.test([prints(program, f"{threads}\n")])
+    made.close()
+    assert verdict["passed"] == [True], verdict
+
+
 def frame(body) -> bytes:
     body = body if isinstance(body, bytes) else json.dumps(body).encode()
     return struct.pack(">I", len(body)) + body

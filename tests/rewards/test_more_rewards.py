@@ -75,7 +75,7 @@ def test_a_reference_in_dollars_of_money():
 
 def test_math_without_its_extra_says_which(monkeypatch):
     monkeypatch.setitem(sys.modules, "math_verify", None)  # its import fails, whether it is installed or not
-    with pytest.raises(ImportError, match=r"pip install 'podrl\[math\]'"):
+    with pytest.raises(ImportError, match=r"pip install .*\[math\]'"):
         math_equal([""], ["<answer>1</answer>"], ["1"])
 
 

@@ -74,5 +74,5 @@ def test_wrong_argument_names_the_command_that_explains_it(capsys):
         Parser("podrl.export", None).parse_args(["--wide"])
     assert stop.value.code == 1
     assert capsys.readouterr().err == (
-        "podrl.export: error: unrecognized arguments: --wide (see python -m podrl.export --help)\n"
+        "podrl.export: error: unrecognized arguments: --wide (see python -m podrl.export --help).\n"
     )

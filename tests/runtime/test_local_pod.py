@@ -104,6 +104,16 @@ def test_lines_have_a_name_and_the_chatter_of_collectives_is_left_out():
     assert code == 0 and out.splitlines() == [f"[rollout 0] {said[1]}", f"[rollout 0] {said[5]}"]
 
 
+def test_a_line_of_gloo_is_left_out_where_another_thread_writes_between_its_pieces():
+    pieces = ["[Gloo] Rank ", "0", " is connected to ", "0", " peer ranks. "]
+    pieces += ["Expected number of connected peer ranks is : ", "0\n"]
+    mine = ["the worker is connected to 2 servers\n", "Rank 0\n", "\n"]
+    torn = [line for i in (1, 4, 5) for line in (*pieces[:i], *mine, *pieces[i:])]
+    assert b"".join(local_pod._without_chatter("".join(torn).encode().splitlines(keepends=True))) == b"".join(
+        [line.encode() for line in mine] * 3
+    )
+
+
 def test_a_stack_trace_of_something_else_is_shown():
     said = ["F1121 22:33:19 2077 array.cc:80] Check failed: n > 0", "*** Check failure stack trace: ***", "    @  0x7f"]
     code, out, _ = _run(f"for line in {said!r} if index == 0 else ():\n    print(line)")

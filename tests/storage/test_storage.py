@@ -42,7 +42,7 @@ def test_other_urls_are_refused(url):
 
 def test_without_gcsfs_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "gcsfs", None)
-    with pytest.raises(ImportError, match=r"pip install 'podrl\[gcs\]'"):
+    with pytest.raises(ImportError, match=r"pip install .*\[gcs\]'"):
         locate("gs://bucket/run")
 
 

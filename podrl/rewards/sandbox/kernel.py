@@ -153,7 +153,8 @@ def limit(limits: Bounds) -> None:
     for kind, value in (
         (resource.RLIMIT_CPU, seconds),
         (resource.RLIMIT_FSIZE, size),
-        (resource.RLIMIT_NPROC, limits["threads"] + 2),  # 2 more for the starter and the checker, which also count
+        # 3 more for the starter, the checker and the program's first thread, which also count
+        (resource.RLIMIT_NPROC, limits["threads"] + 3),
         (resource.RLIMIT_NOFILE, 64),
         (resource.RLIMIT_CORE, 0),
     ):
