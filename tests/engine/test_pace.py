@@ -31,7 +31,7 @@ class World:
         return
 
     def dispatches(self, count, paused):
-        """Runs dispatches with `paused` pauses in each; returns the dispatches that were read before the next launch."""
+        """Runs dispatches with `paused` pauses in each; returns those that were read before the next launch."""
         first = []
         for number in range(count):
             if self.pace.read_first():

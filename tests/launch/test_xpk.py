@@ -59,7 +59,7 @@ JOIN = ("--join=run1", "--env=PODRL_SECRET_FILE=gs://bucket/run.secret-5e5e5e5e"
 
 
 def test_a_further_workload_joins_one_that_trains(capsys):
-    """The further workload runs the job's command. It gets the name of trainer 0 in the JobSet, and the job's secret."""
+    """The new workload runs the job's command. It gets the name of trainer 0 in the JobSet, and the job's secret."""
     job = ("--", "--topology=split", "--config.roles.trainer.mesh=fsdp=32")
     words = build(*IMAGE, *JOIN, *job)
     (command,) = (word.removeprefix("--command=exec ") for word in words if word.startswith("--command="))
