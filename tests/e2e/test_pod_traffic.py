@@ -103,9 +103,7 @@ def test_a_trainer_host_receives_the_samples_it_trains_on_and_no_others(stalenes
             assert mine[0] == tokens
             continue
         assert mine[0] == tokens - mine[1], (step, mine, tokens)
-        assert (
-            received[0]["whole", step] and ("whole", step) not in received[1]
-        )  # host 0 writes the texts to samples.jsonl
+        assert received[0]["whole", step] and ("whole", step) not in received[1]  # for samples.jsonl
         bytes_ = [
             total + sum(n["bytes"] for n in notes["rows", step]) for total, notes in zip(bytes_, received, strict=True)
         ]
