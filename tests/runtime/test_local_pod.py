@@ -1,4 +1,4 @@
-"""A pod on this machine: its exit code, the shown output of its processes, and no process left."""
+"""A pod on this machine has the right exit code, shows the output of its processes, and leaves no process behind."""
 
 import os
 import pathlib

@@ -1,4 +1,4 @@
-"""Joining, waiting and failing: the messages that each process gets, and the process that prints the reason."""
+"""A job's processes join, wait and fail with the right messages, and one of them prints the reason in full."""
 
 import contextlib
 import re
