@@ -102,9 +102,8 @@ def test_rows_are_made_for_samples_that_share_their_prompt():
     assert (shape(share_prompts=False).tokens, shape().tokens) == (704, 1120)
     assert shape(group_size=2).tokens == 928
     assert shape(max_seq_token_per_tpu=1000).tokens == 928
-    assert (
-        shape(max_length=1000).tokens == shape(max_length=1000, share_prompts=False).tokens
-    )  # not even two samples fit
+    # Not even two samples of 1,000 tokens fit into a row of a CPU device.
+    assert shape(max_length=1000).tokens == shape(max_length=1000, share_prompts=False).tokens
     small = shape(micro_batch_sequences=8)
     assert small.rows * small.tokens <= 8 * 704 + 4 * small.tokens  # within the requested memory, in whole shards
     assert shape(max_tokens_per_row=800).tokens == 800

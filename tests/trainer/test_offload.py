@@ -1,4 +1,4 @@
-"""Optimizer state that waits in the host's memory: the same updates, in another place."""
+"""Optimizer state in the host's memory gives the same updates as optimizer state on the devices."""
 
 import dataclasses
 import functools

@@ -135,7 +135,7 @@ def test_samples_that_do_not_begin_alike_are_refused():
     np.testing.assert_array_equal(shared.length_B, [4, 4, 2, 4])
 
 
-# Prompts: longer than the window of 6, of one token, and with a single sample; one completion has no tokens.
+# Two prompts are longer than the window of 6, one has one token, and one has a single sample; one completion is empty.
 CASE = groups([9, 1, 11, 4], [[5, 8, 2, 10], [6, 3], [7], [12, 0, 4]])
 
 
