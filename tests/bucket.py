@@ -1,4 +1,4 @@
-"""A bucket of a local storage emulator, whose objects tests write and read."""
+"""A bucket of a local storage emulator: tests write and read objects in it."""
 
 import contextlib
 import http
@@ -28,7 +28,8 @@ def _with_generation(download):
 
 
 def _with_precondition(insert):
-    """Refuses to overwrite another version than the request names, as Google does; handles one request at a time."""
+    """Refuses a write if the request names another version than the object has, as Google does; handles one request at
+    a time."""
 
     def answer(request, response, storage, *args, **kwargs):
         wanted = request.query.get("ifGenerationMatch")
@@ -79,7 +80,7 @@ class Bucket:
     refusals = 0
 
     def __init__(self):
-        # The server reads its handlers here, so ours must be set before.
+        # The server reads its handlers when it is imported, so ours must be set before this import.
         from gcp_storage_emulator.server import create_server
 
         (port,) = free_ports(1)

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-ENDS = "PODRL_CI_ENDS"  # environment variable of .ci/run: when the time is over, in seconds of the epoch
+ENDS = "PODRL_CI_ENDS"  # environment variable that .ci/run sets: the end of its time, seconds since 1970
 
 
 def leave_to_nightly(item: Any) -> None:
-    """Skips a test that is marked nightly if the time of this run of CI is over; for the hook pytest_runtest_setup."""
+    """Skips a test with the mark `nightly` once the time of this run of CI is over; called by the hook
+    pytest_runtest_setup."""
     ends = os.environ.get(ENDS)
     if ends and time.time() > float(ends) and item.get_closest_marker("nightly"):
         pytest.skip("left to .ci/nightly: the time of this run is over")

@@ -1,7 +1,6 @@
-"""Saves a state on 4 processes and restores it on 4 and on 2, with seconds and bytes of each: python FILE [LEAVES].
+"""Saves a state on 4 processes, restores it on 4 and on 2, and prints seconds and bytes: python FILE [LEAVES].
 
-A leaf has 128 MiB (the second argument: rows of 32 KiB each, 4,096 by default); 16 leaves are the figures of
-docs/reliability.md.
+A leaf has 128 MiB: 4,096 rows of 32 KiB. The figures in docs/reliability.md are for 16 leaves, the default.
 """
 
 import json
@@ -78,7 +77,7 @@ def _host(rank: int, hosts: int, port: int, directory: str, mesh: str, what: str
 
 
 def measure(leaves: int, rows: int = 4096) -> list[dict[str, Any]]:
-    """Saves and restores; returns the measurements of each process of each part, in bytes."""
+    """Saves and restores; returns the measurements of every process in every part, in seconds and bytes."""
     found = []
     with tempfile.TemporaryDirectory() as directory:
         for hosts, mesh, what in ((4, "fsdp=8", "save"), (4, "fsdp=8", "restore"), (2, "fsdp=2,tensor=2", "restore")):

@@ -15,7 +15,7 @@ from quick_runs import NO_EMITTERS, QUICK_RUNS
 from reach import Reach
 
 gc.disable()  # until all modules are imported: imports make millions of objects and little garbage
-# Otherwise each of hundreds of processes would compile podrl's modules anew, a tenth of the cost of its start.
+# Otherwise each of hundreds of processes would compile podrl's modules anew, which takes a tenth of its start.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
@@ -38,9 +38,9 @@ def pytest_xdist_auto_num_workers(config):
 def quick_compilation():
     """Turns XLA's optimisations off for modules whose tests mostly compile: compiling then takes half the time.
 
-    This setting is not in the keys of jax's cache in memory, so later modules in this process would use programs that
-    differ in the last bits from their own. The matmul precision is in the keys: setting it to the precision that CPU
-    devices have anyway keeps the two kinds of programs apart.
+    The keys of jax's cache in memory do not include this setting, so later modules in this process would get programs
+    without optimisations, whose results differ in the last bits. The keys include the matmul precision. Setting it to
+    the precision that CPU devices have anyway keeps the two kinds of programs apart.
     """
     _optimised(False)
     yield
@@ -78,10 +78,10 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_configure(config):
-    """Turns XLA's emitters of fused loops off, except for tests that compile as runs do: they take half of compiling.
+    """Turns XLA's emitters of fused loops off, which take half of the time of compiling; slow tests keep them.
 
-    With emitters XLA compiles each loop in passes of its own; without them, the whole program at once. Slow tests keep
-    them, because they run separately.
+    With emitters XLA compiles each loop in passes of its own; without emitters, the whole program at once. Slow tests
+    run separately, so they can compile as runs do.
     """
     if config.getoption("write_long_tests") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(nightly.LongTests(config.rootpath / nightly.LONG_TESTS))
@@ -97,8 +97,8 @@ def pytest_collection_finish(session):
     gc.enable()
 
 
-# Default tests compile much and run little, as do their fixtures; but plans need optimised programs. Slow tests compile
-# as runs do.
+# Default tests and their fixtures compile much and run little, so they compile without optimisations. Plans need
+# optimised programs, and slow tests compile as runs do.
 OPTIMISED = "plan"
 
 
@@ -109,8 +109,8 @@ def _quick(item):
 
 
 def _optimised(yes):
-    """Turns XLA's optimisations on or off; the precision (CPU devices have it anyway) keeps both apart in jax's
-    caches."""
+    """Turns XLA's optimisations on or off; the matmul precision, which changes nothing on CPU devices, keeps programs
+    with and without optimisations apart in jax's caches."""
     import jax
 
     jax.config.update("jax_disable_most_optimizations", not yes)

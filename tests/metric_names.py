@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from podrl.rewards.reference import accuracies
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-# Packages whose code makes metrics: a dictionary key with a slash is a metric's name there.
+# Packages whose code makes metrics: in these packages a dictionary key with a slash is the name of a metric.
 MAKERS = ("algorithms", "cluster", "engine", "job", "learner", "rollout", "rundir", "trainer")
 _NAME = re.compile(r"[a-z_*]+/[a-z_0-9*/]+")
 # Intermediate names, which are replaced before a record is written.
@@ -88,7 +88,7 @@ def _stages(tree: ast.AST) -> Iterator[str]:
 
 
 def _prefixes(tree: ast.AST) -> Iterator[str]:
-    """Yields the values passed as `prefix`; a file whose calls pass it has names under these prefixes only."""
+    """Yields the values passed as `prefix`; if calls in a file pass prefixes, its names have only these prefixes."""
     yield from (_text(node.value) for node in ast.walk(tree) if isinstance(node, ast.keyword) and node.arg == "prefix")
 
 

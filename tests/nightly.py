@@ -60,8 +60,8 @@ def touched(item: Any, changed: Sequence[str] | None, reach: Reach | None, root:
 
     Args:
       item: collected test. A test marked nightly runs if its file or a path in its marks has changed. A long test
-        (.ci/long-tests) runs if its file, or a file that this or a conftest.py imports directly, has changed. Any other
-        test runs unless its imports show that it does not depend on a changed file.
+        (.ci/long-tests) runs if a change touches its file, the conftest.py files of its folders, or a file that one of
+        them imports directly. Any other test runs unless its imports show that it depends on no changed file.
       changed: files that have changed; None if they are not known, so that every test runs.
       reach: dependencies of test files; None if every test runs.
       root: directory of the checkout.

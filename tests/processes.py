@@ -39,10 +39,10 @@ SMALL = (
     "--config.grpo.num_generations=4",
     "--config.rollout.lanes=16",
     "--config.rollout.max_tokens_to_generate=16",
-    "--config.rollout.max_prompt_length=64",  # the search for the longest prompt takes each process over a second
+    "--config.rollout.max_prompt_length=64",  # otherwise each process searches for its longest prompt for over a second
     "--config.log.to=()",
 )
-# Devices if no mesh is given: each one makes starts and steps slower, and two suffice to share all arrays.
+# Number of devices if no mesh is given: each device makes starts and steps slower, and two suffice to shard all arrays.
 TWO_DEVICES = "--config.fake_devices=2"
 # Metrics that may differ between two equal runs.
 _CLOCKS = re.compile(r"time/|perf/|pod/|rollout/tokens_per_s|episode/seconds|tools/.*/seconds")
@@ -64,7 +64,7 @@ class Job:
         Args:
           workdir: passed as --workdir.
           args: further flags.
-          base: the flags before them.
+          base: flags that come before `args`.
           logs: directory for its output, also its working directory; by default beside the run directory.
         """
         self.workdir = workdir
@@ -197,9 +197,9 @@ def comparable(workdir: pathlib.Path) -> list[dict]:
 
 
 def on_any_mesh(workdir: pathlib.Path) -> list[dict]:
-    """Reads the records of metrics.jsonl without measured times, and without how rows were filled.
+    """Reads the records of metrics.jsonl without measured times, and without the metrics of packing.
 
-    The number and the length of packed rows follow from the mesh.
+    The number and the length of packed rows depend on the mesh.
     """
     return [{k: v for k, v in record.items() if not k.startswith("packing/")} for record in comparable(workdir)]
 
@@ -249,7 +249,7 @@ def wall_clock_kept(workdir: pathlib.Path, *flags: str, prompts: int, staleness:
     decided = {line["step"]: line for line in lines if "groups" in line}
     batches = {step: line["groups"] for step, line in decided.items()}
     ended = [group["index"] for groups in batches.values() for group in groups]
-    if any("dropped" in line for line in decided.values()):  # dynamic sampling leaves gaps, the prompts in reserve
+    if any("dropped" in line for line in decided.values()):  # with dynamic sampling, unused prompts in reserve are gaps
         ended += [index for line in decided.values() for index, _ in line["dropped"]]
         assert len(ended) == len(set(ended)) > prompts * steps[-1]
     else:

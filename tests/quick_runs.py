@@ -1,16 +1,16 @@
 """Settings with which tests compile fastest, in their own process and in processes that they start.
 
-A test keeps optimised programs (mark `optimised`) if two programs that are written differently must agree to the last
-bits, or nearly, or if it tests a user's run.
+A test needs optimised programs (mark `optimised`) if it compares differently written programs to the last bits or
+nearly so, or if it tests a user's run.
 """
 
 import importlib.metadata
 from collections.abc import Mapping
 
-# XLA's emitters of fused loops run many passes over each loop: half of the time if other optimisations are off. From
-# jaxlib 0.11 on XLA can do nothing else, and a process with the flag ends at once.
+# XLA's emitters of fused loops run many passes over each loop. If other optimisations are off, these passes take half
+# of the time of compiling. From jaxlib 0.11 on XLA has no other way, and a process with this flag ends at once.
 NO_EMITTERS = "--xla_cpu_use_fusion_emitters=false" if importlib.metadata.version("jaxlib").startswith("0.10.") else ""
-# Jax's variable; this process sets it while the processes that it starts compile quickly.
+# Jax's variable; this process sets it whenever the processes that it starts must compile quickly.
 QUICK_RUNS = "JAX_DISABLE_MOST_OPTIMIZATIONS"
 
 

@@ -1,4 +1,4 @@
-"""Finds the Python files that a test file depends on, by its imports. A test file passes again if none has changed."""
+"""Finds the files on which a test file depends, by its imports. If none has changed, the test file passes again."""
 
 import ast
 import functools
@@ -38,7 +38,10 @@ class Reach:
         return not any(self._mentioned(path, files) for path in named)
 
     def _mentioned(self, path: str, files: Iterable[str]) -> bool:
-        """Returns True if a file names the last folder or the name of `path`; podrl's files count only for its own."""
+        """Returns True if one of `files` names the last folder or the file name of `path`.
+
+        Files in podrl/ count only for a path in podrl/.
+        """
         *_, folder, name = path.split("/")
         words = re.compile(rf"\b({re.escape(folder)}|{re.escape(name.rpartition('.')[0])})\b")
         tops = "podrl/" if path.startswith("podrl/") else "tests/"
@@ -69,7 +72,7 @@ class Reach:
     def _source(self, path: str) -> str:
         return (self._root / path).read_text()
 
-    @functools.cache  # noqa: B019 - of one object for a session
+    @functools.cache  # noqa: B019 - a session has one such object
     def _imports(self, path: str) -> frozenset[str]:
         """Lists the files that a file imports anywhere, names in a string, or may read beside it."""
         if self._homes(path):
@@ -89,7 +92,7 @@ class Reach:
                 if path.endswith("/__init__.py") and end < len(names):
                     home = self._homes(path).get(names[end], "")
                     return self._files(home.split("."), importer) if home else {path}
-                if path:  # of package podrl only the names that follow it are used
+                if path:  # `podrl` alone adds no other files: the names after it do
                     return self._beside(path) if path.endswith("/__init__.py") and names != ["podrl"] else {path}
         return set()
 

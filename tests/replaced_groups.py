@@ -1,14 +1,14 @@
-"""Promises of dynamic sampling by the wall clock."""
+"""Checks the promises of dynamic sampling in runs by the wall clock."""
 
 
 def assert_replaced(found, journal, asked, *, size, group_size, differ):
-    """Asserts that each prompt that was opened was either trained once or dropped once, and that all of it is counted.
+    """Asserts that each opened prompt was either trained once or dropped once, and that the counts of groups are right.
 
     Args:
       found: the batches by step.
       journal: the journal of the run.
-      asked: the prompts of each batch, with those in reserve.
-      size: number of prompts of a batch, without those in reserve.
+      asked: the prompts of each batch, prompts in reserve included.
+      size: number of prompts of a batch, prompts in reserve not counted.
       group_size: number of samples per prompt.
       differ: function that tells from a group's number of tokens whether its rewards differ.
     """

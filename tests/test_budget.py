@@ -1,4 +1,4 @@
-"""When CI leaves a test to .ci/nightly."""
+"""CI leaves a test to .ci/nightly if the test is marked nightly and the time of CI's run is over."""
 
 import time
 

@@ -87,7 +87,7 @@ def test_a_section_of_another_algorithm_leads_to_its_own():
 
 
 def test_the_recipe_of_tunix_is_that_recipe_to_the_number():
-    """Checks the numbers of docs/from-tunix.md: an epoch of GSM8K's 7,473 problems with two per step."""
+    """Checks the numbers of docs/from-tunix.md: a run is one epoch of GSM8K's 7,473 problems, two problems per step."""
     values = complete(load_config(f"{find_config('grpo_gemma.py')}:gemma2_2b_v5e16").to_dict())
     job = parse(ConfigDict(values).to_dict())
     rollout, algo, trainer, lora = job.rollout, job.algo, job.trainer, job.model.lora

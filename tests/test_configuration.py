@@ -91,7 +91,7 @@ def test_ranges_are_intervals_with_finite_ends():
 
 
 def configs() -> dict[str, type]:
-    """Collects every dataclass of settings that a configuration reaches, and Sampling, by its section."""
+    """Collects Sampling and every dataclass of settings that a configuration reaches, by section and name."""
     found, waiting = {}, [Job, Sampling, *(kind.settings for kind in KINDS.values())]
     while waiting:
         cls = waiting.pop()
@@ -117,7 +117,8 @@ def test_every_config_is_found():
 @pytest.mark.parametrize("value", [-1, 0, math.inf, math.nan, 10**30, 2.5, "x"], ids=str)
 @pytest.mark.parametrize(("cls", "field"), FIELDS, ids=lambda x: x if isinstance(x, str) else x.__name__)
 def test_every_number_is_taken_within_its_range_or_refused_by_name(cls, field, value):
-    """Other ValueErrors are about settings that contradict each other; they come after the ranges and name keys too."""
+    """A number within its range may still contradict another setting: that error comes after the check of ranges, and
+    names keys, too."""
     limits, several = numbers(cls)[field], "tuple" in str(cls.__dataclass_fields__[field].type)
     whole = "whole number" if "int" in str(cls.__dataclass_fields__[field].type) else "number"
     required = {f.name: 1 for f in dataclasses.fields(cls) if f.default is f.default_factory is dataclasses.MISSING}

@@ -112,7 +112,8 @@ def test_user_errors_are_one_line(tmp_path):
 
 
 def test_the_export_lists_every_end_of_a_turn(tmp_path):
-    """The tokenizer ends texts with one id, the chat template ends turns with another: both files list both ids."""
+    """The tokenizer ends texts with one id, and the chat template ends turns with another. The exported
+    generation_config.json lists both ids, whether or not the base has such a file."""
     base = tmp_path / "base"
     shutil.copytree(TINY, base)
     (base / "additional_chat_templates").mkdir()
@@ -132,7 +133,7 @@ def test_the_export_lists_every_end_of_a_turn(tmp_path):
         rest = {"bos_token_id": 2, "pad_token_id": 0} if kept is None else {"temperature": 0.6}
         assert written == {"eos_token_id": ends, **rest}
         named = Tokenizer(out).apply_chat_template([], tools=[{"function": {"name": "calc"}}])
-        assert named == "calc"  # the template for tools wrote this, which the export keeps in a file of its own
+        assert named == "calc"  # written by the template for tools: the export keeps it in its own file
 
 
 def test_an_export_knows_how_its_run_put_questions(tmp_path):

@@ -163,8 +163,8 @@ PLAIN = {"podrl/plain.py", "podrl/__init__.py"}
     ],
 )
 def test_what_a_test_file_depends_on(test, files, checkout):
-    """Dependencies: imports anywhere, modules named in strings, public names of a package, conftests; None if
-    unknown."""
+    """A test file depends on its imports anywhere, modules named in its strings, the modules of a package's public
+    names, and conftest.py files; None if its dependencies are unknown."""
     found = Reach(checkout).of(f"tests/{test}")
     assert found == (None if files is None else files | ALWAYS | {f"tests/{test}"})
 

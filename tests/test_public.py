@@ -57,7 +57,7 @@ def test_importing_podrl_imports_no_jax():
 
 
 def test_files_that_say_that_they_need_only_the_standard_library_do():
-    """They run on hosts, in sandboxes and in users' environments where podrl's dependencies are not installed."""
+    """These files run on hosts, in sandboxes and in users' environments without podrl's dependencies."""
     texts = {path: ast.get_docstring(ast.parse(path.read_text())) for path in (ROOT / "podrl").rglob("*.py")}
     names = [path for path, text in texts.items() if "standard library" in " ".join((text or "").split())]
     modules = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in names]
@@ -171,7 +171,7 @@ def test_roles_are_those_of_the_field_and_a_teacher():
 
 
 def trl_settings():
-    """Lists TRL's names of settings in the table of docs/from-trl.md that podrl does not have under the same name."""
+    """Lists the settings of TRL in the table of docs/from-trl.md for which podrl has no setting of the same name."""
     page = (pathlib.Path(__file__).parents[1] / "docs" / "from-trl.md").read_text()
     rows = [line.split(" | ")[0] for line in page.split("## What is called what")[1].split("\n## ")[0].splitlines()]
     names = {name for row in rows[4:] if "(reward_funcs" not in row for name in re.findall(r"`(\w+?)_?[*=`\"]", row)}

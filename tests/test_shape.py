@@ -49,7 +49,7 @@ _OF_DAY = {"sinks.py", "spans.py", "gauges.py", "recorder.py", "cache.py", "runs
 
 
 def test_no_deadline_reads_the_clock_of_the_day():
-    """The time of day may be set forwards or backwards at any moment; time.monotonic() never jumps."""
+    """The clock of the day may be set forwards or backwards at any moment; time.monotonic() never jumps."""
     read, clocks = set(), ("time.time", "datetime.now", "datetime.datetime.now", "datetime.utcnow")
     for path in ROOT.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -59,7 +59,7 @@ def test_no_deadline_reads_the_clock_of_the_day():
 
 
 def test_files_of_tests_have_names_of_their_own():
-    """Pytest imports test files by name alone."""
+    """Pytest imports test files by name alone, so two files may not share a name."""
     names = [path.name for path in pathlib.Path(__file__).parent.rglob("test_*.py")]
     assert names
     assert sorted(set(names)) == sorted(names)

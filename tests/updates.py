@@ -4,13 +4,14 @@ import jax
 import numpy as np
 import pytest
 
-# Tolerance of the entries of a gradient of norm 5. In float32 its roundings add up to about 1e-6;
-# trainer/test_float64.py runs tests in float64 and so holds them to 1e-12.
+# Tolerance for the entries of a gradient of norm 5. In float32 its rounding errors add up to about 1e-6.
+# trainer/test_float64.py runs tests in float64, where the tolerance is 1e-12.
 SAME = 2e-6 if np.dtype(np.float32).itemsize == 4 else 1e-12
 
 
 def update(case, loss, *, balance_coef=0.0, **batch):
-    """Makes an update: (parameters before minus after, metrics); with SGD at rate 1, the gradient."""
+    """Makes an update; returns (parameters before minus parameters after, metrics). With SGD at rate 1 this difference
+    is the gradient."""
     before = jax.tree.map(np.asarray, case.state()[0].params)
     state, metrics = case.step(loss, balance_coef=balance_coef)(*case.state(), case.batch(**batch))
     change = jax.tree.map(lambda old, new: old - np.asarray(new), before, state.params)

@@ -1,4 +1,4 @@
-"""Algorithms beyond GRPO as whole runs: killed and resumed bitwise, with the documented metrics."""
+"""Whole runs of algorithms beyond GRPO: a killed run ends bitwise as an undisturbed one, with documented metrics."""
 
 import itertools
 
@@ -23,18 +23,18 @@ VARIANTS = {
         *("--config.algorithm=dapo", "--config.grpo.max_staleness=1", "--config.grpo.overlong_filter=True"),
         "--config.reward.fns=('answer',)",
     ),
-    # A KL coefficient in the loss that moves, two passes, a batch in flight.
+    # The loss has a KL with a coefficient that moves. There are two passes, and a batch is in flight.
     "steered": (
         *("--config.grpo.beta=0.1", "--config.grpo.kl_target=0.001", "--config.grpo.kl_horizon=50.0"),
         *("--config.grpo.num_iterations=2", "--config.grpo.max_staleness=1"),
     ),
-    # Windows: several versions of the weights sample a batch, greedy completions included.
+    # In windows, several versions of the weights sample one batch, including its greedy completions.
     "remax": (
         *("--config.algorithm=remax", "--config.grpo.kl_in_reward=0.02"),
         *("--config.grpo.max_staleness=2", "--config.rollout.window_tokens=8"),
     ),
 }
-UPDATES = {"ppo": 4, "steered": 2}  # mini-batches of a step, else 1
+UPDATES = {"ppo": 4, "steered": 2}  # updates of a step; other variants make 1
 PROMISED = {
     "ppo": (
         *("critic/vf_loss", "critic/vf_clipfrac", "critic/grad_norm", "critic/explained_variance"),
@@ -119,7 +119,7 @@ def test_nothing_drifts_at_learning_rate_0(tmp_path):
     assert len(records) == 3
     for record in records:
         assert record["reward/kl"] == 0.0 and record["actor/pg_clipfrac"] == 0.0
-        # The training step is another program than scoring and may round the last bit of a log-probability otherwise.
+        # Training and scoring are two programs, which may round the last bit of a log-probability differently.
         assert record["actor/ratio"] == pytest.approx(1.0, abs=1e-6) and abs(record["actor/kl"]) < 1e-10
         assert record["sampler/abs_diff"] < 1e-5
     start, end = (read_state(tmp_path / "run" / "checkpoints", step)[1]["params"] for step in (2, 3))

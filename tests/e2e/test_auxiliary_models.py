@@ -57,8 +57,7 @@ def alone(tmp_path_factory, scorer):
 
 @pytest.mark.nightly("podrl/cluster", "podrl/rollout/clock.py")
 def test_by_the_wall_clock_with_the_reward_model_on_the_engines_devices(tmp_path, scorer):
-    """Samples are scored between dispatches, on the thread that launches these, while the learner waits for the
-    batch."""
+    """While the learner waits for the batch, the thread that launches dispatches scores samples between them."""
     more = ("--config.ppo.max_staleness=2", "--config.rollout.clock=wall", "--config.rollout.lanes=4", TWO_DEVICES)
     done = run(tmp_path / "run", *auxiliary(scorer), *more, base=PPO)
     records = [record for record in done.records() if "time/step" in record]
@@ -99,7 +98,7 @@ def test_killed_they_go_on_where_they_were(alone, scorer, tmp_path):
 @pytest.mark.parametrize("topology", ["shared", "split"])
 def test_a_pod_trains_them_as_one_process_does(topology, alone, scorer, tmp_path):
     """Each of two trainer hosts has one device for the actor and one for the critic; each of two rollout hosts has one
-    for decoding and one for scoring."""
+    device for decoding and one for scoring."""
     pod = ("--local_processes=4", f"--topology={topology}")
     found = on_any_mesh(run(tmp_path / "run", *auxiliary(scorer), *APART, *CURRICULUM, *pod, base=PPO).workdir)
     expected = on_any_mesh(alone.workdir)

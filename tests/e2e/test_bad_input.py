@@ -1,4 +1,4 @@
-"""A run skips prompts that are too long, and a directory of another configuration stays as it is."""
+"""A run skips prompts that are too long; a directory of another configuration is refused and left unchanged."""
 
 import json
 import pathlib
@@ -46,6 +46,6 @@ def test_a_workdir_of_another_configuration_says_what_differs_and_is_left_alone(
     refused(done, str(workdir), "grpo.beta was 0.04, now 0.5", "seed was 0, now 3", "--workdir")
     assert (workdir / "config.json").read_text() == before
     (workdir / "config.json").write_text("{")
-    resumed = run(workdir, *short)  # every checkpoint holds a copy
+    resumed = run(workdir, *short)  # every checkpoint holds a copy of config.json
     assert f"{workdir / 'config.json'} is damaged" in resumed.stderr
     assert (workdir / "config.json").read_text() == before

@@ -1,4 +1,7 @@
-"""A failing reward function ends the run with its name, the sample and no traceback; a repaired one resumes."""
+"""A failing reward function ends the run with an error that names the function and the sample.
+
+A traceback is printed only for an exception in the function. Once the function is repaired, the run resumes.
+"""
 
 import json
 
@@ -8,7 +11,7 @@ from processes import TWO_DEVICES, await_end, job, run, trained_steps
 from podrl.storage.checkpoint import read_state
 
 pytestmark = pytest.mark.e2e
-# Works for three steps (48 samples), then fails in the way that the file beside it names.
+# The function works for three steps (48 samples), then fails as the file `way` says.
 REWARD = """
 import os, pathlib, time
 
@@ -51,7 +54,8 @@ EXPECTED = {
 }
 
 
-# Failures that differ from an exception only in the code that calls rewards; every change tests the exception.
+# These failures differ from an exception only in the code that calls rewards, so only a change of that code tests
+# them. The exception is tested at every change.
 CALLS = pytest.mark.nightly("podrl/rewards", "podrl/workers")
 
 

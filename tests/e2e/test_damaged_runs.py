@@ -1,4 +1,4 @@
-"""Training goes on after damage to a run directory or a full disk, and complete data stays."""
+"""After a run directory was damaged, or a disk was full, training goes on and complete data is still there."""
 
 import contextlib
 import os

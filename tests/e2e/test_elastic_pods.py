@@ -1,4 +1,4 @@
-"""A split pod whose rollout hosts come and go ends as a pod whose hosts all stay."""
+"""A split pod ends with the same results whether its rollout hosts stay, or some are lost and others join."""
 
 import os
 import pathlib
@@ -14,7 +14,7 @@ from podrl.runtime.local_pod import free_ports
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.nightly("podrl/learner/pods", "podrl/runtime")]
 
-# Scores by the text alone; after some calls it holds the run up for as long as a file exists.
+# The reward depends on the text alone. After 12 calls it stops the run for as long as the file `hold` exists.
 _REWARDS = """
 import pathlib, time
 
@@ -68,7 +68,7 @@ def test_a_host_lost_for_good_two_that_join_and_one_that_is_stopped_leave_no_tra
     assert records[-1]["pod/hosts"] == 2 and sum(record["pod/taken_over"] for record in records) >= 1
 
 
-# The second trainer host fetches the third step's batch only once a file exists, long after the first host did.
+# The second trainer host waits for a file before it fetches the third step's batch, which the first host has by then.
 _LATE = """
 import os
 import pathlib
@@ -104,8 +104,8 @@ get_config = runpy.run_path(BASE)["get_config"]
 
 
 def test_a_host_lost_between_the_fetches_of_two_trainers_leaves_no_trace(tmp_path):
-    """The first trainer waits in the update for the second; the second waits for a host; that host waits for new
-    weights."""
+    """The first trainer waits in the update for the second trainer. The second waits for samples of a rollout host, and
+    the rollout host waits for new weights."""
     flags = ("--local_processes=4", "--topology=split", "--fake_devices=1", "--config=late.py", "--restarts=0")
     flags += ("--config.trainer.max_steps=4", "--config.eval.problems=0", "--config.log.stall_s=15")
     for name in ("undisturbed", "lost"):

@@ -1,4 +1,4 @@
-"""A run with a model and a data set of the hub: pinned in config.json, resumed after the branch moved, pushed back."""
+"""A run pins its model and data set of the hub in config.json, resumes after the branch moved, and pushes its model."""
 
 import json
 import pathlib

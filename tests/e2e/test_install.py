@@ -1,4 +1,4 @@
-"""pip installs one top-level name, with configurations and launch scripts inside it, found from any directory."""
+"""pip installs one top-level name that holds configurations and launch scripts, and it works from any directory."""
 
 import os
 import pathlib
@@ -27,7 +27,7 @@ def run(*command, cwd, fails=False):
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory):
-    """Copies the sources that a build needs, for setuptools leaves files behind."""
+    """Copies the sources that a build needs, because setuptools leaves files behind."""
     copy = tmp_path_factory.mktemp("copy") / "podrl"
     copy.mkdir()
     for name in ("podrl", "configs", "launch"):
@@ -100,7 +100,7 @@ def test_a_wheel_runs_from_an_empty_directory(wheel, tmp_path):
 def test_an_editable_install_runs_from_an_empty_directory(checkout, tmp_path):
     python, _ = environment(tmp_path / "venv")
     pip(python, "install", "--editable", checkout, cwd=tmp_path)
-    for folder in (tmp_path, checkout, checkout.parent):  # in the last, a folder has the package's name
+    for folder in (tmp_path, checkout, checkout.parent):  # checkout.parent has a folder of the package's name
         assert run(python, "-c", SEEN, cwd=folder).split() == [str(checkout / "podrl"), "podrl.launchers.gke"]
     assert "--config" in run(python, "-m", "podrl.launch", "--help", cwd=checkout.parent)
     works(python, tmp_path / "empty")

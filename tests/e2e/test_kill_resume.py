@@ -34,7 +34,7 @@ def killed(workdir: pathlib.Path, wait: Callable[[Job], None], *args: str) -> No
 
 
 def while_writing_a_checkpoint(after: int) -> Callable[[Job], None]:
-    """Waits for an unfinished checkpoint of a step beyond `after`, and stops the process before it can finish it."""
+    """Waits for a checkpoint of a step beyond `after`, and stops the process before the checkpoint is finished."""
 
     def unfinished(started: Job) -> list[pathlib.Path]:
         root = started.workdir / "checkpoints"

@@ -1,4 +1,4 @@
-"""A mixture of sources as a job: killed and resumed it ends bitwise as an undisturbed run."""
+"""A job on a mixture of sources that is killed and resumed ends bitwise as an undisturbed run."""
 
 import json
 import re
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.e2e
 
 @pytest.mark.nightly("podrl/data/mixture.py", "podrl/data/pipeline.py")
 def test_a_mixture_killed_between_two_checkpoints_ends_as_an_undisturbed_run(tmp_path):
-    """tests/data/test_mixtures.py resumes a mixture at every other batch."""
+    """tests/data/test_mixtures.py resumes a mixture at any batch."""
     rows = [{"task": f"Ann has {i} pens.{' She counts.' * (i % 9)}", "answer": f"{i}", "id": i} for i in range(40)]
     (tmp_path / "pens.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "mine.py").write_text(
@@ -72,8 +72,8 @@ def test_the_mixture_of_the_data_page_runs_as_it_is_printed(tmp_path):
 
 @pytest.mark.nightly("podrl/learner/grpo.py", "podrl/learner/settings.py", "podrl/algorithms/policy_loss.py", "configs")
 def test_sources_with_algorithms_of_their_own_train_in_one_update(tmp_path):
-    """The sources: RL with a calculator, cross-entropy on its answers, and the policy as its own teacher with a
-    hint."""
+    """The sources are RL with a calculator, cross-entropy on the calculator's answers, and the policy as its own
+    teacher, which sees a hint."""
     few = ("--config.trainer.max_steps=2", "--config.trainer.eval_every_n_steps=0", "--config.checkpoint.every=2")
     done = run(tmp_path / "run", base=("--config=grpo_tools.py:mixture", *few, "--config.log.to=()"))
     steps = [record for record in done.records() if "actor/grad_norm" in record]

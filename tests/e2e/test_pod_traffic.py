@@ -19,7 +19,7 @@ FOUR = ("--local_processes=4", "--fake_devices=1", "--config=noted.py", "--confi
 FOUR += ("--config.log.trace=off",)  # trainer 0 receives traced batches whole
 STALE = ("--config.grpo.max_staleness=1",)
 
-# The shipped configuration, plus code that notes every answer that a process gets from another.
+# The shipped configuration. Every process also notes each answer that it gets from another process.
 _NOTED = """
 import json
 import os
@@ -85,7 +85,7 @@ def _notes(directory: pathlib.Path, host: int) -> dict[tuple[str, int], list[dic
 
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_a_trainer_host_receives_the_samples_it_trains_on_and_no_others(staleness, runs):
-    """This also holds with a batch in flight at every checkpoint, which the first host alone completes."""
+    """A batch that is in flight at a checkpoint is the exception: the first host alone fetches all of its samples."""
     workdir = runs[staleness]
     received = [_notes(workdir.parent, host) for host in (0, 1)]
     steps_completed, bytes_ = 0, [0, 0]
@@ -103,14 +103,15 @@ def test_a_trainer_host_receives_the_samples_it_trains_on_and_no_others(stalenes
             assert mine[0] == tokens
             continue
         assert mine[0] == tokens - mine[1], (step, mine, tokens)
-        assert received[0]["whole", step] and ("whole", step) not in received[1]  # the texts for samples.jsonl
+        assert received[0]["whole", step] and ("whole", step) not in received[1]  # for samples.jsonl
         bytes_ = [
             total + sum(n["bytes"] for n in notes["rows", step]) for total, notes in zip(bytes_, received, strict=True)
         ]
-    assert steps_completed == (2 if staleness else 0)  # batches in flight after steps 2 and 4
+    assert steps_completed == (2 if staleness else 0)  # the batches in flight at the checkpoints of steps 2 and 4
     assert max(bytes_) < 0.65 * sum(bytes_)
     assert not any(notes for (key, _), notes in received[1].items() if key in ("whole", "scores"))
-    # Rollout hosts receive starts, next steps, and begin and end of an evaluation, but never samples.
+    # Rollout hosts learn which step starts or comes next, and when an evaluation begins and ends; they never receive
+    # samples.
     for host in (2, 3):
         notes = _notes(workdir.parent, host)
         assert {key for key, _ in notes} <= {

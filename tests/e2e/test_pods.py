@@ -1,4 +1,4 @@
-"""Fake pods of several processes train as one process does, also when one of them dies."""
+"""Fake pods of several processes train as one process does, also if a process of the pod dies."""
 
 import contextlib
 import functools
@@ -72,7 +72,7 @@ REPLICA = (
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory) -> pathlib.Path:
-    """Runs the same job in one process; returns its run directory."""
+    """Runs the job of the pods in one process; returns the run directory."""
     return run(tmp_path_factory.mktemp("alone") / "run").workdir
 
 
@@ -106,7 +106,7 @@ def alone_and_killed(folder: pathlib.Path, args: tuple[str, ...]) -> tuple[list[
 
 
 def same_trace(run_a: pathlib.Path, run_b: pathlib.Path, step: int) -> None:
-    """Asserts that two runs recorded the same for every token of a step, the trainer's numbers included."""
+    """Asserts that two runs recorded equal numbers for every token of a step, including the trainer's numbers."""
     first, second = (trace.read_step(str(run), step).tokens for run in (run_a, run_b))
     assert first.keys() == second.keys() and np.isfinite(first["entropy"]).any()
     for name in first:
@@ -174,8 +174,8 @@ def test_windows_of_several_rollout_hosts_and_a_teacher_are_those_of_one_process
 @pytest.mark.nightly("podrl/trainer/divergence.py", "podrl/learner/scoring.py", "podrl/cluster/scorer.py")
 @pytest.mark.optimised
 def test_the_divergence_from_a_teacher_in_pods_of_two_is_that_of_one_process(tmp_path):
-    """The divergence is taken over the policy's likeliest ids, beside rewards; the pod is killed once. The teacher has
-    two narrow layers."""
+    """The job trains on rewards and on the divergence over the policy's likeliest ids. The teacher has two narrow
+    layers. The split pod is also killed once and resumed."""
     mesh, ids = make_mesh("fsdp=1", jax.devices()[:1]), read_config(TINY).vocab_size
     size = ScratchModel(num_layers=2, model_dim=64, ffn_dim=96, num_heads=2, num_kv_heads=1)
     scratch_model(size, ids, mesh, seed=3).save(tmp_path / "teacher")
@@ -215,13 +215,14 @@ def evaluated(tmp_path_factory) -> pathlib.Path:
 
 
 def in_order(records: list[dict]) -> list[dict]:
-    """Sorts records of steps and evaluations, some of which were written after later steps."""
+    """Sorts records of steps and evaluations by step: an evaluation may have been written after later steps."""
     return sorted(records, key=lambda r: (r["step"], "evaluation" in r or "eval/records" in r))
 
 
 @pytest.fixture(scope="module")
 def stopping(tmp_path_factory) -> Callable[[str], pathlib.Path]:
-    """Runs, by topology, a pod of two hosts whose rollout host evaluates; the pod is killed and started again."""
+    """Returns a function that runs a pod of two hosts with a topology. The rollout host evaluates; the pod is killed
+    and started again."""
 
     @functools.cache
     def once(topology: str) -> pathlib.Path:
@@ -244,7 +245,7 @@ def test_the_evaluations_of_a_pod_are_those_of_one_process(stopping, evaluated, 
     for mine, other in zip(ours, theirs, strict=True):
         assert mine == pytest.approx(other, rel=1e-3, abs=1e-5), mine["step"]
     assert [r["step"] for r in theirs if "eval/few/records" in r] == [0, 4, 6]
-    for step in (0, 6):  # the final table compares the records of both one by one
+    for step in (0, 6):  # the final table compares the records of these two one by one
         mine, other = (
             json.loads((run / f"evaluations/{step}.json").read_text()) for run in (stopping(topology), evaluated)
         )
@@ -273,9 +274,9 @@ def test_a_host_that_evaluates_alone_is_killed_and_all_is_as_where_rollout_hosts
 def test_trainer_hosts_steer_the_kl_alike_and_choose_the_same_prompts(tmp_path):
     """Two trainer hosts move the coefficient of the KL in the loss as one process does, before and after a kill.
 
-    The run has adapters, and a curriculum, under which rollout hosts use the prompts that the trainers name. Each
-    trainer holds only some samples of a prompt, in two passes over mini-batches, each pass in an order of its own. The
-    recorded weights of the tokens are the same as in one process.
+    The run has adapters and a curriculum, so rollout hosts use the prompts that the trainers name. Each trainer holds
+    only some samples of a prompt. There are two passes over the mini-batches, each in its own order. The recorded
+    weights of the tokens are the same as in one process.
     """
     steered = ("--config.grpo.beta=0.1", "--config.grpo.kl_target=0.001", "--config.grpo.kl_horizon=50.0")
     steered += ("--config.trainer.max_steps=16", "--config.eval.problems=0")  # updates: four steps
@@ -296,11 +297,11 @@ def test_trainer_hosts_steer_the_kl_alike_and_choose_the_same_prompts(tmp_path):
 
 @pytest.mark.nightly("podrl/cluster/replica.py", "podrl/runtime/joining.py")
 def test_a_replica_of_two_hosts_ends_and_another_joins(tmp_path, alone, monkeypatch):
-    """Its second host is killed, then the trainer: the results equal those of one process, and of an undisturbed pod.
+    """The replica's second host is killed, then the trainer. The pod resumes and ends as an undisturbed pod, whose
+    numbers equal those of one process.
 
-    Another replica joins as the run begins, and has made samples by the time the first one is lost.
-
-    Two hosts pull all weights, and each decodes with half of every matrix.
+    Another replica joins as the run begins, and takes over prompts once the first replica is lost. Each host of a
+    replica pulls all weights and decodes with half of every matrix.
     """
     whole = run(tmp_path / "whole" / "run", *REPLICA)
     other = {record["step"]: record for record in on_any_mesh(alone)}
@@ -337,9 +338,9 @@ def test_a_replica_of_two_hosts_ends_and_another_joins(tmp_path, alone, monkeypa
     same_end(again.workdir, whole.workdir)
 
 
-# For each start of a pod: the step after which a process gets a signal, and its host; None is the launcher. The last
-# start has two more steps, so that the run does not end before the signal comes. Another trainer is killed in
-# test_failing_pods.py.
+# For each start of the pod: the step after which a process gets a signal, the signal, and the host of the process
+# (None is the launcher). Two steps follow the last signal, so that the run does not end before the signal comes.
+# test_failing_pods.py kills the other trainer.
 SIGNALS = ((1, signal.SIGTERM, None), (3, signal.SIGKILL, None), (3, signal.SIGKILL, 0), (4, signal.SIGKILL, 3))
 
 
@@ -412,7 +413,7 @@ def test_ctrl_c_on_a_pod_saves_and_leaves_nobody_behind(tmp_path):
     ],
 )
 def test_a_failing_reward_on_a_rollout_host_saves_what_was_trained(tmp_path, good, step):
-    """The first evaluation takes two calls, each of the two steps takes one; the last evaluation comes after them."""
+    """The first evaluation calls the reward twice, and each of the two steps once. The last evaluation follows."""
     rewards = tmp_path / "rewards.py"
     rewards.write_text(
         "import pathlib\n"

@@ -1,4 +1,4 @@
-"""The Python API in a user's script: own prompts and reward, files in the chosen directory, and resumption."""
+"""A user's script trains by the Python API on its own prompts and reward, writes to a chosen directory, and resumes."""
 
 import json
 import pathlib
@@ -157,7 +157,11 @@ def test_a_script_without_a_main_guard_is_told_so(tmp_path):
 
 @pytest.mark.nightly("podrl/__init__.py", "podrl/launch.py")
 def test_podrl_run_is_the_command(tmp_path):
-    """Chat template, held-out evaluations, files and resumption work as for the command, so all files are equal."""
+    """A script that calls podrl.run ends as the command does, also after a resume.
+
+    Both use the same chat template and held-out records. Configuration, metrics, samples and weights are equal, and the
+    directories have files of the same names.
+    """
     for steps in ("2", "3"):  # the second start resumes
         done = run_script(tmp_path, COMMAND_SCRIPT, "python", steps)
         assert done.returncode == 0 and done.stderr == "", done.stderr
@@ -204,7 +208,10 @@ if __name__ == "__main__":
 @pytest.mark.nightly("podrl/trainer/custom.py", "podrl/algorithms")
 @pytest.mark.optimised  # so that both spellings compile to the same program
 def test_a_loss_and_an_advantage_of_ones_own_train_as_those_built_in(tmp_path):
-    """The script writes out `clip` and GRPO without a scale; its weights equal the built-in ones' bit for bit."""
+    """The script has its own code for the loss `clip` and for GRPO's advantage without a scale.
+
+    Its weights equal bit for bit the weights of a run with the built-in loss and advantage.
+    """
     done = run_script(tmp_path, LOSS_SCRIPT.replace("MINI", "2"), "mine")
     assert done.returncode == 0 and done.stderr == "", done.stderr
     assert "my_clip(reach=0.2), your own" in done.stdout and "centred(power=1), your own" in done.stdout

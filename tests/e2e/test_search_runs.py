@@ -58,8 +58,8 @@ def test_a_citation_is_scored_by_what_the_sample_read(done):
 
 @pytest.mark.nightly("configs/sft_search.py", "podrl/learner/answers")
 def test_the_checkpoint_is_trained_by_its_command(tmp_path):
-    """Runs a few steps of the command, with searches first and then guesses too; all steps take minutes (see
-    configs/sft_search.py)."""
+    """Runs a few steps of the command: at first all targets are searches, then some are guesses. All steps would take
+    minutes (see configs/sft_search.py)."""
     few = ("--config.trainer.max_steps=4", "--config.sft.full_steps=2", "--config.log.to=()")
     done = run(tmp_path / "run", base=("--config=sft_search.py", *few))
     losses = [record["sft/loss"] for record in done.records() if "actor/grad_norm" in record]

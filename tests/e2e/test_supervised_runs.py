@@ -1,4 +1,4 @@
-"""SFT and DPO as whole runs: killed, resumed, exported, and as pods."""
+"""Whole runs of SFT and DPO are killed, resumed, exported and made by pods; KTO and reward models train in pods too."""
 
 import math
 import os
@@ -30,7 +30,7 @@ OF_ANSWERS = pytest.mark.nightly("podrl/learner/answers")
 
 @pytest.fixture(scope="module", params=["dpo", pytest.param("sft", marks=OF_ANSWERS)])
 def whole(request, tmp_path_factory):
-    """Runs each algorithm undisturbed in one process: (algorithm, run)."""
+    """Runs each algorithm undisturbed in one process; returns (algorithm, run)."""
     return request.param, run(tmp_path_factory.mktemp(request.param) / "run", base=base(request.param))
 
 

@@ -129,8 +129,8 @@ def test_the_calculator_over_sse_gives_the_same_run(done, tmp_path):
 
 @OVER_HTTP
 def test_a_server_that_is_gone_ends_the_run_and_the_same_command_goes_on(done, tmp_path):
-    """The server (streamable http) is killed in mid-run; the run reports that it is lost; the next start finds it
-    again."""
+    """The server (streamable HTTP) is killed in mid-run, and the run ends with an error that names the server. The next
+    start finds the server again."""
     pytest.importorskip("mcp")
     (port,) = free_ports(1)
     target = f"http://127.0.0.1:{port}/mcp"
@@ -147,8 +147,8 @@ def test_a_server_that_is_gone_ends_the_run_and_the_same_command_goes_on(done, t
 
 @pytest.mark.nightly("configs/sft_tools.py", "podrl/learner/answers")
 def test_the_checkpoint_is_trained_by_its_command(tmp_path):
-    """Runs a few steps of the command, with calls first and then guesses too; all steps take minutes (see
-    configs/sft_tools.py)."""
+    """Runs a few steps of the command: at first all targets are calls, then some are guesses. All steps would take
+    minutes (see configs/sft_tools.py)."""
     few = ("--config.trainer.max_steps=4", "--config.sft.full_steps=2", "--config.log.to=()")
     done = run(tmp_path / "run", base=("--config=sft_tools.py", *few))
     losses = [record["sft/loss"] for record in done.records() if "actor/grad_norm" in record]
@@ -165,7 +165,7 @@ MIXED = (f"--config.data.sources={({'path': 'sums'}, BY_HEART)!r}", "--config.en
     "how", [("--config.model.lora.rank=4",), ("--config.algorithm=ppo", "--config.ppo.beta=0.0")], ids=["lora", "ppo"]
 )
 def test_other_ways_to_train_take_samples_with_calls(how, tmp_path):
-    """Makes two steps that train only adapters, with a critic: the calculator's answers are in the rows."""
+    """Makes two steps that train adapters, or two that train a critic too; the calculator's answers are in the rows."""
     few = ("--config.trainer.max_steps=2", "--config.trainer.eval_every_n_steps=0", "--config.checkpoint.every=2")
     mixed = MIXED if "lora" in how[0] else ()
     all_samples = ("--config.log.samples=128",)
@@ -174,7 +174,7 @@ def test_other_ways_to_train_take_samples_with_calls(how, tmp_path):
     steps = [record for record in records if "actor/grad_norm" in record]
     assert len(steps) == 2 and all(step["actor/grad_norm"] > 0 for step in steps)
     assert all(step["episode/calls"] > 0 and step["episode/given_tokens"] > 0 for step in steps)
-    if mixed:  # the model also writes calls without the tool, and gets no answer
+    if mixed:  # without the tool, too, the model writes calls, but it gets no answer
         rows = [json.loads(line) for line in (done.workdir / "samples.jsonl").read_text().splitlines()]
         wrote = [row for row in rows if "<call_tool" in row["completion"]]
         assert {("By heart." in row["prompt"], len(row["turns"]) > 1) for row in wrote} == {

@@ -1,4 +1,4 @@
-"""A run by the wall clock in a pod, with adapters, keeps its promises."""
+"""Runs by the wall clock keep their promises: in a pod with adapters, in a replica of two hosts, and with ReMax."""
 
 import os
 import signal

@@ -20,7 +20,7 @@ def sent(name, args):
 
 
 def played(session, rng):
-    """Plays samples with turns like a tool's, more than the pool holds; returns the tokens of all."""
+    """Plays more samples than the pool holds, with turns like a tool's; returns the tokens of every sample."""
     tracks, openings = [], [Opening(stop_ids=(7, 8, 9, 10), max_new=12)] * 4
     for i in range(12):
         prompt = rng.integers(6, 300, rng.integers(1, 21)).astype(np.int32)

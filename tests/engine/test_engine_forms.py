@@ -23,7 +23,7 @@ CONFIG = RolloutConfig(
 )
 SMALL = {"vocab_size": 300, "num_layers": 2, "model_dim": 16, "ffn_dim": 16, "window": 6}
 
-# The cases differ in shapes and meshes only, so slow cases compile with least effort, too, which takes half the time.
+# The cases differ in shapes and meshes only. So slow cases, too, are compiled with least effort, in half the time.
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 FORMS = pytest.mark.nightly("podrl/engine", "podrl/rollout", "podrl/models")
 
@@ -161,7 +161,7 @@ def test_sinks_and_biases(tiny_on, check, prompts_of, mesh, layers):
     generate(tiny, check, prompts_of, atol=2e-5)
 
 
-# Layers with a window have heads of 8; layers without have heads of 16, whose values are the keys.
+# Layers with a window have heads of size 8. Layers without a window have heads of size 16, and the keys are the values.
 GEMMA4 = {
     "model_type": "gemma4_text",
     "vocab_size": 300,
@@ -176,7 +176,7 @@ GEMMA4 = {
     "hidden_size_per_layer_input": 0,
     "sliding_window": 6,
 }
-# As Gemma 4 E2B: the last six of 15 layers reuse keys, and every layer has embeddings of its own.
+# As in Gemma 4 E2B, the last six of 15 layers reuse keys, and every layer has embeddings of its own.
 SMALL_GEMMA4 = {
     "hidden_size_per_layer_input": 6,
     "vocab_size_per_layer_input": 300,
@@ -198,7 +198,7 @@ BESIDE_DENSE = {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, 
     ],
 )
 def test_layers_of_two_kinds(tiny_on, check, prompts_of, mesh, layers, experts):
-    """Each kind has pools of its own; the pool is so small that pages of both are spilled and restored."""
+    """Each kind has pools of its own. The pools are so small that pages of both kinds are spilled and restored."""
     types = ["sliding_attention", "sliding_attention", "full_attention"]
     model = config_from_hf({**GEMMA4, **experts, "num_hidden_layers": layers, "layer_types": types * (layers // 3)})
     model = dataclasses.replace(model, lora=LoraConfig(rank=2, alpha=4.0, pattern="q|v|down"))

@@ -178,7 +178,7 @@ def test_samples_that_come_one_by_one_share_the_pages_of_their_prompt(tight, pol
 @pytest.mark.nightly("podrl/engine", "podrl/rollout", "podrl/models")
 @pytest.mark.slow
 def test_a_thousand_samples_that_wait_at_once_come_back_as_they_were(tiny, tight, policy):
-    """All pause before any goes on: a pool of 24 pages spills them to the host, and they continue in random order.
+    """All samples pause before any goes on. A pool of 24 pages spills them to the host; they continue in random order.
 
     Each sample then draws the same tokens as in a session without pauses: its cache came back bit for bit.
     """

@@ -1,4 +1,4 @@
-"""The programs of a model with linear attention: none copies its states, and they are the programs of a run."""
+"""The programs of a model with linear attention copy none of its states, and a run calls the same programs."""
 
 import re
 

@@ -9,7 +9,7 @@ LANE_S = 0.01  # seconds per lane; a dispatch of 8 samples takes 8 times as long
 
 
 class World:
-    """A device, environments and a clock: each answer takes `answer_s`, one after the other."""
+    """A device, environments and a clock: answers come one after the other, each after `answer_s`."""
 
     flying, took, planned, crowded = 8, [8 * LANE_S, 20 * LANE_S], [LANE_S / 16], False
 
@@ -31,7 +31,7 @@ class World:
         return
 
     def dispatches(self, count, paused):
-        """Runs dispatches in each of which some samples pause; returns the dispatches that were read first."""
+        """Runs dispatches with `paused` pauses in each; returns those that were read before the next launch."""
         first = []
         for number in range(count):
             if self.pace.read_first():
@@ -56,7 +56,7 @@ def test_lanes_that_others_wait_for_are_given_again_before_the_next_dispatch():
     world.crowded = True
     assert world.pace.refills()
     world.pace.read(8, 0, 0)
-    assert world.pace.refills()  # samples that began together end together: none for a while, then many
+    assert world.pace.refills()  # samples that began together end together: no lane is freed for a while, then many
     world.planned = [LANE_S * 2]
     assert not world.pace.refills()  # planning takes longer than the lanes are worth
     world.planned = [LANE_S / 16]

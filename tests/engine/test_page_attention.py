@@ -94,8 +94,8 @@ def test_pages_must_fill_tiles_and_the_list_must_fit():
 
 
 def test_the_kernel_decodes_where_it_pays_and_fits():
-    """The compiler for v4 refused 64 members of 8 heads of 256 (17.8 of 16 MiB) and took 16; the one for v5p took
-    both."""
+    """For v4, the compiler refused 64 members of 8 heads of 256, which need 17.8 of 16 MiB, and accepted 16 members.
+    For v5p it accepted both."""
 
     def decodes(kind: str, heads: int = 8, members: int = 16, page_tokens: int = 64, tensor: int = 1, lanes: int = 64):
         devices = np.array([types.SimpleNamespace(device_kind=kind)] * tensor, object)

@@ -111,7 +111,7 @@ def test_samples_follow_the_distribution(sampling):
 )
 def test_logprob_and_kept_mass_are_those_of_the_distribution(seed, scale, temperature, top_k, top_p, min_p):
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    # Steps of 1/64 keep neighbours apart, so that rounding never moves the edge of a filter; ties are cut by shuffling.
+    # The logits are shuffled multiples of scale / 64: no two are equal, and rounding never moves the edge of a filter.
     rng = np.random.default_rng(seed)
     steps_V = rng.permutation(300) if scale else np.zeros(300)
     logits_V = (steps_V * max(scale, 0.01) / 64).astype(np.float32)

@@ -71,7 +71,7 @@ class Device:
                     self.spilled.discard(store.key)
 
     def remember(self, plan) -> None:
-        """Fills places by a plan's prefills, feeds and copies, from the places with which these begin."""
+        """Records what places hold after a plan's prefills, feeds and copies; checks the places that these read."""
         nowhere = self.shape.lanes + self.shape.slots
         for prompt, shard, _, place in plan.prefills:
             assert self.shape.lanes <= place < nowhere
@@ -142,7 +142,7 @@ def run(scheduler, shape, wanted, prompt) -> Device:
 @settings(max_examples=50)
 @given(data=st.data())
 def test_everything_finishes_and_nothing_leaks(data):
-    """Schedules random groups, up to a shard's longest sample, with far more tokens than the pool holds at once."""
+    """Schedules random groups of samples of up to the longest length, with far more tokens than the pool holds."""
     shape = dataclasses.replace(SHAPE, slots=data.draw(st.sampled_from([0, SHAPE.lanes])))
     scheduler, wanted, prompt_of = Scheduler(shape), {}, {}
     for _ in range(data.draw(st.integers(1, 8))):
@@ -230,12 +230,12 @@ def test_the_youngest_is_spilled_and_its_results_are_awaited():
 
 @pytest.mark.parametrize(("calls", "made"), [((), 24), (((8, 4),), 6)])
 def test_rows_of_prefill_calls_are_filled_with_the_prompts_that_come_next(calls, made):
-    """There are 24 prompts of one sample each, on two shards of one lane: a call takes four prompts per shard."""
+    """Each of two shards with one lane gets 24 prompts of one sample. A call with rows takes four prompts per shard."""
     shape = PoolShape(2, 1, 20, 8, 4, 2, 20, calls)
     scheduler = Scheduler(shape)
     wanted = dict.fromkeys(range(48), 4)
     for p in range(48):
-        scheduler.add(p, 9 if p < 47 else 30, [(p, 4, None)])  # and a prompt of several chunks, in calls of its own
+        scheduler.add(p, 9 if p < 47 else 30, [(p, 4, None)])  # the last prompt has several chunks, in calls of its own
     device = run(scheduler, shape, wanted, {})
     assert sum(map(sum, device.prefills)) == 48
     rows = calls[0][1] if calls else 1
@@ -280,7 +280,7 @@ def test_groups_stay_together_and_share_reads():
     assert [(prompt, len(new)) for prompt, _, new, _ in plan.prefills] == [(0, 3), (3, 1)]
     read_shape = ReadShape(lanes=4, shared=16, own=20, members=2)
     reads = read_shape.split(scheduler.reads(read_shape, trash=19)[0])
-    np.testing.assert_array_equal(reads.total_2, [6, 0])  # three members in reads of two members: twice three pages
+    np.testing.assert_array_equal(reads.total_2, [6, 0])  # three members take two reads of three pages each
     np.testing.assert_array_equal(reads.longest_2, [3, 0])
     np.testing.assert_array_equal(reads.shared_count_U[:6], [8, 8, 3, 8, 8, 3])
     np.testing.assert_array_equal(reads.shared_first_R[:3], [0, 1, 6])
@@ -319,8 +319,8 @@ def test_a_pause_keeps_what_counts():
 
 @pytest.mark.parametrize(("left", "fed"), [(4, (12, 7, 2)), (8, (5, 5, 2))])
 def test_what_lies_behind_free_places_is_fed_again_only_where_room_is_short(left, fed):
-    """A sample has pages with 5 and 7 tokens, each of 8 places, and gets 2 tokens: for 8 more it needs the free
-    places."""
+    """A sample has 5 and 7 tokens in two pages of 8 places, and gets 2 tokens. To draw 8 more it needs the free
+    places of the first page; to draw 4 more it does not."""
     shape = PoolShape(shards=1, lanes=1, pages=5, page_tokens=8, steps=4, members=1, sample_pages=3)
     scheduler = Scheduler(shape)
     scheduler.add(0, 1, [(0, 30, None)])

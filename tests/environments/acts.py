@@ -230,7 +230,7 @@ class Mumbles:
 
 
 class DiesOnce:
-    """An environment whose process dies in the first run only: it then makes a file that the task names."""
+    """An environment whose process dies in its first run only, after it has made a file that the task names."""
 
     async def run(self, task, model):
         lucky = await model.outside("chance", self.chance)
@@ -247,7 +247,7 @@ class DiesOnce:
 
 
 class Differs(DiesOnce):
-    """As DiesOnce, but its random choices are not recorded."""
+    """Like DiesOnce, but its random choices are not recorded."""
 
     async def run(self, task, model):
         model_outside = model.outside

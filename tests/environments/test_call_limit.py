@@ -1,4 +1,4 @@
-"""The limit of calls: exactly that many calls are run, in any turns and of any kind; later text is never a call."""
+"""Exactly as many calls are run as the limit allows, in any turns and of any kind; later text is never a call."""
 
 import asyncio
 import json
@@ -12,7 +12,7 @@ from podrl.environments.protocol import Task, Turn
 from podrl.environments.tools import EXCEEDED, WithTools
 
 TOOL = {"name": "t", "key": "t", "schema": {}, "query": "query", "tag": "", "description": ""}
-WRITTEN = {  # (name of the tool or '' for a call that cannot be read) -> the call, in each form
+WRITTEN = {  # each form's function from a tool's name ('' for a call that cannot be read) to a call's text
     "call_tool": lambda name: f'<call_tool name="{name}">q</call_tool>' if name else "what</call_tool>",
     "hermes": lambda name: f"<tool_call>{json.dumps({'name': name}) if name else '{'}</tool_call>",
 }

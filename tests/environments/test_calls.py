@@ -49,7 +49,7 @@ SCHEMAS = [{}, {"properties": {"x": True, "n": {"type": ["integer", "null"]}, "l
 
 
 def read(parser, text):
-    """Runs every function of the package that reads a model's or a tool's words on one text; returns its calls."""
+    """Gives a text to every function of the package that reads words of models or tools; returns the calls in it."""
     form = format_of(parser, ["t"])
     found = [call for stop in [*form.stop, "eos", "length"] for call in form.calls(text, stop)]
     found += [call for stop in form.stop for call in form.calls(text + stop, stop)]

@@ -127,7 +127,7 @@ def test_an_answer_is_on_the_disk_before_it_is_used_and_many_go_there_together(f
 
     with slow_disk(monkeypatch) as taken:
         assert asyncio.run(several()) == [True] * 100
-    assert len(taken) <= 4  # syncs of the first record, of its file's name, and of the other records
+    assert len(taken) <= 4  # syncs for the first record, for the name of its file, and for all other records
     assert len((tmp_path / "outside" / "7.jsonl").read_text().splitlines()) == 100
 
 

@@ -50,7 +50,7 @@ def free_port():
 
 @pytest.fixture(scope="module")
 def stdio():
-    """Gives all tools of the server, and DR-Tulu's two tools by their names."""
+    """Starts episodes with the server's tools; DR-Tulu's two tools have the names that its models write."""
     known = MCPServer(STDIO, names=("snippet_search", "browse_webpage", "floods", "huge", "closes"))
     rest = MCPServer(STDIO, names=("add", "dies_once", "dies", "pid", "sum"), aliases={"sum": "add"}, retries=1)
     late = MCPServer(STDIO, names=("slow",), deadline_s=1.0)
@@ -117,7 +117,8 @@ def test_no_more_calls_at_once_than_a_server_may_have(tmp_path):
 
 @pytest.mark.slow
 def test_a_call_is_made_again_after_the_process_of_the_sessions_died():
-    """The servers that the process started die with it, and new ones answer; if it dies at every call, the job ends."""
+    """If the process of the sessions dies, its servers die too, and new servers answer. If the process dies at every
+    call, the job ends."""
     made = config(MCPServer(STDIO, names=("slow", "pid")))
     others = set(processes())
     with Episodes(made, Limits(), journal=None) as episodes:

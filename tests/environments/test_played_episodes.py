@@ -317,7 +317,7 @@ def test_code_that_blocks_costs_its_own_episode_only(what):
                     continue
                 says.append((message.episode, message.observation))
                 waiting.append(message)
-            if len(says) == 3 and waiting:  # all have written one turn: now the second blocks before the third goes on
+            if len(says) == 3 and waiting:  # all wait for a turn: now the second blocks before the third goes on
                 for number in (0, 1, 2):
                     episodes.turn(number, Turn(f"t{number}"))
                 waiting = []
@@ -330,7 +330,8 @@ def test_code_that_blocks_costs_its_own_episode_only(what):
 
 
 def test_no_episode_answers_for_others_that_block():
-    """Four episodes block one after the other; the fifth loses none of its three lives."""
+    """Four episodes block one after the other. None of the workers that they lose counts for the fifth episode, which
+    may lose three."""
     with Episodes(config("Blocks", blocked_s=0.5), Limits(), journal=None) as episodes:
         episodes.start(0, Task("p"))
         (waits,) = episodes.poll(30)
@@ -369,7 +370,8 @@ def test_no_more_calls_at_once_than_are_allowed(most, tmp_path):
 
 
 def most_at_once(episodes, log, samples, least):
-    """Counts the overlapping calls of the tool `logged`, from its file; `least` calls wait for each other."""
+    """Returns the largest number of overlapping calls of the tool `logged`, from its file; `least` calls wait for each
+    other."""
     log.with_name(f"{log.name}.least").write_text(str(least))
     for number in range(samples):
         episodes.start(number, Task("p", sample=number))
@@ -427,7 +429,7 @@ def test_answers_come_from_the_journal_of_the_run_before(tmp_path):
     again, replayed = run(turns)
     assert again[0] == first[0] and again[1] != first[1] and replayed == [True, False]
     assert run(turns) == (again, [True, True])
-    other, replayed = run([turns[1], turns[0], turns[2]])  # these answers do not answer other requests
+    other, replayed = run([turns[1], turns[0], turns[2]])  # recorded answers do not answer other requests
     assert set(other).isdisjoint(again) and replayed == [False, False]
     evaluated, replayed = run(turns, Task("p", step=7, index=2, sample=1, mode="eval"))
     assert set(evaluated).isdisjoint(again) and replayed == [False, False]

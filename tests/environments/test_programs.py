@@ -304,8 +304,8 @@ ROW = ("tokens_BT", "piece_BT", "mask_BT", "logprob_BT", "turn_reward_BT")
 
 
 def test_a_killed_run_asks_no_program_again_for_an_episode_that_had_finished(play, tmp_path, caplog):
-    """The journal is cut as a kill leaves it after each episode: its episodes are unchanged, and the others are played
-    again."""
+    """The journal is cut after each episode, as by a kill: the episodes that it still has are unchanged, and the others
+    are played again."""
 
     def run(lines, **how):
         (tmp_path / "asked").write_text("")
@@ -427,7 +427,7 @@ def test_a_program_whose_sample_waits_for_the_next_window_keeps_no_other_from_st
 
 
 def test_no_more_processes_wait_for_episodes_than_may_run(tmp_path):
-    """An episode that rests between windows has a process of its own, which does not count here."""
+    """Episodes that rest between windows keep their processes, so more processes than env.processes may become idle."""
 
     class Runner:
         killed = False
@@ -505,7 +505,7 @@ def test_a_program_that_hangs_is_ended_and_those_that_wait_for_its_process_have_
 
 
 def test_the_end_of_a_program_ends_its_descendants_in_sessions_of_their_own(tmp_path):
-    """The one has the program's environment, the other has none, as `env -i` leaves it."""
+    """One descendant has the program's environment; the other has an empty environment, as after `env -i`."""
     code = """
 import os, subprocess, time
 for environment in (None, {}):

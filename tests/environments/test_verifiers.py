@@ -25,7 +25,7 @@ from podrl.rollout.integrity import faults
 from podrl.types import Prompts
 from podrl.workers.user_code import Limits
 
-# .ci/nightly makes this environment, because verifiers pins other versions of what podrl's tests use.
+# .ci/nightly makes this environment, because verifiers pins other versions of packages that podrl's tests use.
 PYTHON = pathlib.Path(sys.prefix) / "verifiers" / "bin" / "python"
 PATH = os.pathsep.join((os.environ.get("PATH", os.defpath), str(PYTHON.parent)))  # its environment may have uv
 PACKAGE = pathlib.Path(__file__).with_name("verifiers_package")

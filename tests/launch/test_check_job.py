@@ -91,7 +91,7 @@ def test_a_configuration_file_of_this_machine_is_refused(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text("def get_config():\n    return {}\n")
     with pytest.raises(ValueError, match=r"--config=mine\.py is a file on this machine"):
         submission.check_job("mine.py", [], {})
-    submission.check_job(str(tmp_path / "mine.py"), [], {})  # the path in the image
+    submission.check_job(str(tmp_path / "mine.py"), [], {})  # an absolute path is a path in the image
 
 
 def test_the_launchers_ask(capsys):
@@ -134,7 +134,7 @@ def test_a_check_of_flags_that_does_not_end_is_left_to_the_hosts(monkeypatch, ca
 
 
 def test_the_commands_of_the_page_write_both_manifests(capsys):
-    """The plan of the page compiles for minutes: tests/plan has those, and here its machines are those of the job."""
+    """The page's plan compiles for minutes, so tests/plan covers plans. Here its machines must be the job's."""
     page = (pathlib.Path(__file__).parents[2] / "docs" / "clusters.md").read_text()
     block = page.partition("## Qwen 3 8B on v5p")[2].partition("```bash\n")[2].partition("```")[0]
     plan, *launchers = (shlex.split(line) for line in block.replace("\\\n", " ").splitlines())

@@ -77,7 +77,7 @@ def test_the_same_content_is_the_same_archive_whoever_makes_it_and_when(project,
 def test_histories_caches_and_runs_stay_here(project):
     before = names(submission.read_code(project))
     here = (".git/config", "mine/.git", "mine/__pycache__/a.pyc", ".venv/bin/x.py", "runs/a/notes.txt", "b.pyc", ".env")
-    # A run directory of any name.
+    # `out` is a run directory, which may have any name.
     write(project, dict.fromkeys((*here, "out/metrics.jsonl", "out/checkpoints/1/x.txt"), "x"))
     assert names(submission.read_code(project)) == before
     write(project, {"mine/runs/__init__.py": ""})  # but a package of that name is code
@@ -361,7 +361,7 @@ def test_a_host_unpacks_nothing_outside_its_directory(tmp_path, name, link):
     file.write_bytes(out.getvalue())
     inner = tmp_path / "inner"
     inner.mkdir()
-    if name.startswith("/"):  # becomes a path in that directory
+    if name.startswith("/"):  # an absolute path becomes a path inside the directory
         assert (bundle.unpack(str(file), inner) / "dev" / "x").is_file()
         return
     with pytest.raises(ValueError, match="is not an archive that launch/ made"):

@@ -28,7 +28,7 @@ def normal(name: str) -> str:
 
 
 def locked(name: str) -> dict[str, tuple[str, list[str]]]:
-    """Maps each package to its version and hashes, packages of included files too."""
+    """Maps each package of a lock file, and of the files that it includes, to its version and hashes."""
     found = {}
     for line in re.sub(r" \\\n\s*", " ", (ROOT / name).read_text()).splitlines():
         if line.startswith("-r "):
@@ -85,7 +85,7 @@ def test_an_image_has_the_extras_that_its_build_names(extras, wanted, tmp_path):
         environment = {"LOCK": arguments()["LOCK"], "EXTRAS": extras}
         return subprocess.run(["sh", "-c", loop], env=environment, capture_output=True, text=True, check=False)
 
-    refused = build(f"{extras} tfds")  # by the shell that RUN uses
+    refused = build(f"{extras} tfds")  # runs in sh, as RUN does
     assert refused.returncode == 1 and "There is no requirements-tfds.lock, only" in refused.stderr
     assert build(extras).returncode == 0
     assert (tmp_path / "all.txt").read_text().splitlines() == [f"-r {name}" for name in wanted]

@@ -76,7 +76,7 @@ def test_failures_are_sorted_by_whose_they_are():
     assert codes == sorted(set(codes))  # the API server refuses any other order
     assert rule["onExitCodes"]["containerName"] == trainer["template"]["spec"]["containers"][0]["name"]
     assert trainer["backoffLimit"] == 0 and trainer["template"]["spec"]["restartPolicy"] == "Never"
-    # In place: the kubelet restarts the container, and a podFailurePolicy is forbidden beside OnFailure.
+    # The kubelet restarts a rollout's container in place. A podFailurePolicy is forbidden beside OnFailure.
     assert rollout["template"]["spec"]["restartPolicy"] == "OnFailure" and "podFailurePolicy" not in rollout
     assert rollout["backoffLimit"] == gke.ROLLOUT_RETRIES * 2
     assert document["spec"]["failurePolicy"]["maxRestarts"] == 7
@@ -182,7 +182,7 @@ def check_admission(document: dict) -> None:
             assert port.get("hostPort", port["containerPort"]) == port["containerPort"]
         assert len({port["name"] for port in container["ports"]}) == len(container["ports"])
         assert {mount["name"] for mount in container["volumeMounts"]} <= {volume["name"] for volume in pod["volumes"]}
-        assert container["resources"]["limits"] == container["resources"]["requests"]  # required of devices
+        assert container["resources"]["limits"] == container["resources"]["requests"]  # required for devices
         labels = batch["template"]["metadata"]["labels"] | document["metadata"]["labels"]
         assert all(re.fullmatch(r"[A-Za-z0-9]([-\w.]{0,61}[A-Za-z0-9])?", value) for value in labels.values())
         for variable in container["env"]:
@@ -355,7 +355,7 @@ def test_only_the_jobs_own_pods_reach_them(capfd):
         "ingress": [{"from": [{"podSelector": own}]}],
     }
     assert policy["metadata"]["namespace"] == "research"
-    # Policies do not apply to pods on their hosts' network, so the host network must be requested.
+    # Network policies do not apply to pods on their hosts' network, so pods use that network only on request.
     assert "hostNetwork" not in pod_spec(jobset(), "trainer")
     pod = pod_spec(jobset("--host_network"), "trainer")
     assert pod["hostNetwork"] is True and pod["dnsPolicy"] == "ClusterFirstWithHostNet"

@@ -16,7 +16,7 @@ CHANNEL = "run1-trainer-0-0.run1:8490"
 
 
 def running(*flags: str) -> dict:
-    """Returns a set of launch.gke as the cluster shows it: with an identity, and the queue's changes to its pods."""
+    """Returns a JobSet of launch.gke as the cluster shows it: with a uid, and with the queue's changes to its pods."""
     document = jobset("--name=run1", *flags, channel="run1-channel-abc123")
     document["metadata"]["uid"] = UID
     for replicated in document["spec"]["replicatedJobs"]:

@@ -31,8 +31,8 @@ pytestmark = pytest.mark.nightly(  # the workers have only these files of podrl
 REPOSITORY = pathlib.Path(__file__).parents[2]
 SCRIPT = REPOSITORY / "launch" / "tpu_vm.sh"
 
-# Runs on the workers instead of training: prints its place in the cluster by podrl's detection, then obeys its
-# arguments.
+# The workers run this program instead of training. It prints the place in the cluster that podrl detects, and then
+# obeys its arguments.
 PROGRAM = """
 import faulthandler, json, os, pathlib, signal, sys, time
 from podrl.runtime import detect
@@ -160,8 +160,8 @@ def test_starts_one_process_per_worker_with_its_rank(pod):
         assert f"[w{rank}] {place}" in lines
         assert f"[w{rank}] arguments {json.dumps(flags)} NOTE=two words attempt 0" in lines
         assert f"[w{rank}] exit status 0" in lines
-    assert not any("two words" in word for call in run.calls for word in call)  # no command line shows a token
-    assert "two words" not in done.stderr  # and is never printed
+    assert not any("two words" in word for call in run.calls for word in call)  # no command line shows values
+    assert "two words" not in done.stderr  # and no value is printed
     assert [call[3] for call in run.calls] == ["scp", "ssh", "ssh", "ssh", "ssh"]
     assert all({"--worker=all", "--zone=us-east5-b"} <= set(call) for call in run.calls)
 
@@ -327,7 +327,7 @@ def test_a_worker_that_cannot_install_starts_nobody(pod):
 def test_ctrl_c_stops_following_and_not_the_run(pod):
     run = pod(2)
     script = str(run.checkout / "launch" / "tpu_vm.sh")
-    # A process started in the background, as these tests may be, ignores SIGINT, and so do its children.
+    # If a shell runs these tests in the background, they ignore SIGINT, and so would the script without this `env`.
     command = [
         "env",
         "--default-signal=INT",
@@ -519,7 +519,7 @@ def test_everything_that_is_installed_is_pinned_by_its_hash():
     assert len(others) == 2 and all(re.search(r"install(\+)?=\(", line) for line in others), others
     pinned = (REPOSITORY / "launch" / "uv.lock").read_text().splitlines()[1:]
     assert re.fullmatch(r"uv==[\d.]+ \\", pinned[0]) and re.fullmatch(r"    --hash=sha256:[0-9a-f]{64}", pinned[1])
-    assert not any("--seed" in line for line in lines)  # uv installs the newest pip
+    assert not any("--seed" in line for line in lines)  # with --seed, uv installs the newest pip
 
 
 def test_help_is_the_header():

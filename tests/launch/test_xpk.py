@@ -1,4 +1,4 @@
-"""launch.xpk: the command that it builds; the real xpk 1.16 reads the command if it is installed."""
+"""launch.xpk builds commands for xpk; the real xpk 1.16 reads them where it is installed."""
 
 import os
 import pathlib
@@ -59,7 +59,7 @@ JOIN = ("--join=run1", "--env=PODRL_SECRET_FILE=gs://bucket/run.secret-5e5e5e5e"
 
 
 def test_a_further_workload_joins_one_that_trains(capsys):
-    """The workload runs the job's command with the name that JobSet gives trainer 0, and the job's secret."""
+    """The new workload runs the job's command. It gets the name of trainer 0 in the JobSet, and the job's secret."""
     job = ("--", "--topology=split", "--config.roles.trainer.mesh=fsdp=32")
     words = build(*IMAGE, *JOIN, *job)
     (command,) = (word.removeprefix("--command=exec ") for word in words if word.startswith("--command="))
@@ -70,7 +70,7 @@ def test_a_further_workload_joins_one_that_trains(capsys):
     printed = capsys.readouterr().out
     (written,) = re.findall(r"gcloud storage cp - \\?\s*(gs://\S+)|$", printed)[:1]
     assert f"with --join=run1 --env=PODRL_SECRET_FILE={written}" in printed.splitlines()[-1]
-    assert printed.splitlines()[-1].startswith("#")  # the rest is a shell command
+    assert printed.splitlines()[-1].startswith("#")  # the lines before are shell commands
     assert xpk.main([*FLAGS, *IMAGE, *JOIN, "--dry_run", *job]) == 0
     assert "openssl" not in capsys.readouterr().out  # the further workload gets no new secret
 
@@ -224,7 +224,8 @@ def test_a_dry_run_writes_the_manifest_that_is_submitted(tmp_path, monkeypatch, 
 
 
 def test_xpk_submits_a_jobset_in_which_restarts_after_a_preemption_are_not_counted(tmp_path, monkeypatch, capfd):
-    """xpk starts kubectl through a shell; it finds ours, which hands the JobSet with the rules to the real one."""
+    """xpk starts kubectl through a shell, which finds our kubectl. Ours adds the rules to the JobSet and hands it to
+    the real kubectl."""
     source, manifest, applied = (tmp_path / name for name in ("source.yaml", "written.yaml", "applied.yaml"))
     source.write_text(XPKS_JOBSET)
     for name, text in (

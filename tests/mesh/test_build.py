@@ -66,14 +66,14 @@ def test_devices_are_sorted_by_process_then_id():
 
 @dataclasses.dataclass(frozen=True)
 class PathwaysChip(Chip):
-    """A device behind the Pathways proxy, all of which belong to process 0; Orbax reads the same attributes."""
+    """A device behind the Pathways proxy: all its devices belong to process 0. Orbax reads the same attributes."""
 
     slice_index: int
     virtual_task_index: int
 
 
 def test_one_controllers_devices_are_kept_together_by_slice_then_task():
-    # Two slices of two tasks of two chips; ids and order tell neither slice nor task.
+    # There are two slices of two tasks, each with two chips. Ids and order tell neither slice nor task.
     found = [PathwaysChip(0, i, slice_index=(i // 2) % 2, virtual_task_index=i % 2) for i in (5, 0, 3, 6, 1, 4, 7, 2)]
     mesh = make_mesh("data=2,fsdp=2,tensor=2", found)
     grid = [[[d.id for d in row] for row in plane] for plane in mesh.devices]
@@ -100,7 +100,7 @@ def test_error_has_the_numbers():
 def test_too_few_cpu_devices_say_how_to_fake_more():
     with pytest.raises(ValueError, match=r"needs 16 .*XLA_FLAGS=--xla_force_host_platform_device_count=16 before"):
         make_mesh("fsdp=4,tensor=4", jax.devices()[:8])
-    with pytest.raises(ValueError, match=r"\(-1 takes the rest\)\.$"):  # enough devices, or devices that are not CPUs
+    with pytest.raises(ValueError, match=r"\(-1 takes the rest\)\.$"):  # no advice: enough devices here, no CPUs below
         make_mesh("fsdp=2", jax.devices()[:3])
     with pytest.raises(ValueError, match=r"\(-1 takes the rest\)\.$"):
         make_mesh("fsdp=4", chips([0], 3))

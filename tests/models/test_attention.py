@@ -28,7 +28,7 @@ def _inputs(B=2, T=37, N=4, K=2, H=8, seed=0):
 
 
 def _values_and_grads(run, inputs, windows):
-    """(gradients, outputs) of `run(q, k, v, window)` for every window, compiled once."""
+    """Returns (gradients, outputs) of `run(q, k, v, window)` for every window, from one compiled program."""
     *qkv, segment_BT = inputs
 
     def total(q_BTNH, k_BTKH, v_BTKH, window):
@@ -73,7 +73,7 @@ def test_blockwise_equals_dense(block, softcap):
     _compare(_values_and_grads(run, inputs, WINDOWS), _dense(softcap, WINDOWS), inputs, atol=5e-6)
 
 
-# For each segment of a row: its number of tokens, the segment it continues (0 for none), and after how many tokens.
+# For each segment of a row: (its tokens, the segment that it continues or 0, tokens shared with its sequence).
 TREES = (
     # Three segments that continue one segment, and a segment alone.
     [(9, 0, 0), (6, 1, 9), (4, 1, 9), (8, 1, 9), (10, 0, 0)],
@@ -136,7 +136,7 @@ def test_a_shared_beginning_is_seen_as_if_each_had_its_own(form):
 
     found = _values_and_grads(run, inputs, WINDOWS)
     _compare(found, _one_by_one(WINDOWS), inputs, atol=5e-6)
-    # Also on padding, and in blocks that hold only padding.
+    # Outputs are also finite on padding, and in blocks that hold only padding.
     assert all(jnp.isfinite(out_BTNH).all() for _, out_BTNH in found)
 
 

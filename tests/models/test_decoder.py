@@ -190,16 +190,17 @@ def test_llama3_scaling_keeps_short_wavelengths_and_stretches_long_ones():
     config = dataclasses.replace(CONFIG, rope_theta_L=(theta,) * 2, rope_scaling_L=(RopeScaling(), scaling), head_dim=8)
     plain_H, scaled_H = config.inverse_frequencies()
     np.testing.assert_allclose(plain_H, [1, 0.1, 0.01, 0.001], rtol=1e-6)
-    # Wavelengths 6.3, 63, 628, 6283 tokens: below 64 / 4 = 16 kept; above 64 divided by 8; between: a blend, where
-    # 64 / 62.83 = 1.01859 turns, so (1.01859 - 1) / 3 = 0.0061972 of the original frequency is kept.
+    # The wavelengths are 6.3, 63, 628 and 6283 tokens. Below 64 / 4 = 16 tokens the frequency is kept, above 64 tokens
+    # it is divided by 8. Between them it is a blend: the wavelength 62.83 turns 64 / 62.83 = 1.01859 times,
+    # so (1.01859 - 1) / 3 = 0.0061972 of the original frequency is kept.
     np.testing.assert_allclose(scaled_H[[0, 2, 3]], [1, 0.01 / 8, 0.001 / 8], rtol=1e-6)
     np.testing.assert_allclose(scaled_H[1], 0.1 * (0.0061972 + (1 - 0.0061972) / 8), rtol=1e-4)
 
 
 @pytest.mark.parametrize(
     ("truncate", "kept_H"),
-    # The frequencies 1, .1, .01, .001 turn twice in 64 tokens at number log10(64 / 2 pi / 2) = 0.70697 and a tenth of a
-    # time at number 2.00800; rounded outwards these are 0 and 3.
+    # Frequency number n is 10 ** -n. It turns twice in 64 tokens at n = log10(64 / 2 pi / 2) = 0.70697, and a tenth of
+    # a time at n = 2.00800. Rounded outwards, these numbers are 0 and 3.
     [(False, [1, 0.77477, 0.00615, 0]), (True, [1, 2 / 3, 1 / 3, 0])],
 )
 def test_yarn_blends_kept_and_divided_frequencies_and_scales_what_it_turns(truncate, kept_H):
@@ -240,8 +241,8 @@ def test_cosines_and_sines_are_computed_once_for_all_layers(params, tokens_BT, r
         return decoder.hidden(params, tokens_BT, ones_BT, position_BT, CONFIG, remat=remat).sum()
 
     text = jax.jit(jax.grad(total)).lower(params, ones_BT).compile().as_text()
-    # One table for both layers, which have one rotation; the backward pass may compute it once more. In a layer's own
-    # computation a cosine would have no axis of rotations.
+    # Both layers have the same rotation and share one table, which the backward pass may compute once more. A cosine
+    # that a layer computed for itself would have no axis of rotations.
     shapes = re.findall(r"= (f32\[[\d,]*\])\S* (?:cosine|sine)\(", text)
     rows, places = tokens_BT.shape
     assert set(shapes) == {f"f32[1,{rows},{places},1,{CONFIG.head_dim // 2}]"} and len(shapes) <= 4

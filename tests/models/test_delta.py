@@ -1,4 +1,4 @@
-"""Linear attention: chunks of packed rows equal single tokens; the model of which it is part; adapters; refusals."""
+"""Linear attention: chunks of packed rows equal single tokens. Also a model that has it, adapters and refusals."""
 
 import dataclasses
 import json
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 N, H, U = 2, 6, 5
 step = jax.jit(delta.step)
-over_rows = jax.jit(delta.over_rows)  # operation by operation each shape would be compiled: a minute for this file
+over_rows = jax.jit(delta.over_rows)  # saves a minute: without jit, operations compile one by one for each shape
 # (tokens, number of the segment it continues or 0): prompts with samples, sequences alone, padding after them.
 ROWS = (
     ((7, 0), (9, 1), (2, 1), (1, 1), (5, 0), (3, 0), (6, 6)),
@@ -49,8 +49,8 @@ def inputs(B, T, seed=0):
 
 
 def one_by_one(arrays, segment_T, prefix_T):
-    """Computes outputs and the last state of one row by `step`; a segment starts from the last state of the one
-    before."""
+    """Computes outputs and the last state of one row by `step`. A segment starts from the last state of the segment
+    that it continues."""
     T = len(segment_T)
     out, ends, state = [], {0: np.zeros((1, N, H, U), np.float32)}, None
     for t in range(T):

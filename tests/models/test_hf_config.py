@@ -401,7 +401,7 @@ def test_the_published_fields_of_qwen35_without_experts_are_read(name):
 
 def test_a_changed_field_of_a_qwen35_without_experts_is_honoured_or_refused():
     same = changed_without_effect(QWEN35_DENSE["qwen3.5-27b"])
-    # layer_types overrides the interval; without experts and windows their fields mean nothing.
+    # layer_types overrides the interval. The fields of experts and windows mean nothing in a model without them.
     experts = {"decoder_sparse_step", "num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"}
     windows = {"max_window_layers", "use_sliding_window", "sliding_window"}
     assert same <= experts | windows | {"full_attention_interval", "shared_expert_intermediate_size"}, same
@@ -505,7 +505,7 @@ def test_the_published_fields_of_olmo3_are_read():
     assert config_from_hf({k: v for k, v in OLMO3_7B.items() if k != "layer_types"}) == config
     written = config_to_hf(config)
     assert config_from_hf(written) == config
-    # Releases of transformers read one of the two spellings.
+    # A release of transformers reads one of the two spellings.
     spelled = {"rope_parameters": written["rope_parameters"]}
     plain = {k: v for k, v in OLMO3_7B.items() if not k.startswith("rope_")}
     assert config_from_hf(plain | spelled) == config and config_from_hf(OLMO3_7B | spelled) == config
@@ -706,7 +706,7 @@ def test_both_rope_spellings_mean_the_same():
 
 
 def test_yarn_is_read_as_published_and_as_transformers_infers_it():
-    # The documented rope_scaling for long texts of Qwen 2.5; max_position_embeddings stays that of pre-training.
+    # The documented rope_scaling for long texts of Qwen 2.5; max_position_embeddings keeps its value of pre-training.
     published = {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"}
     config = config_from_hf(QWEN25 | {"rope_scaling": published})
     assert config.rope_scaling_L[0] == RopeScaling(

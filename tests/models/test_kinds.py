@@ -91,8 +91,8 @@ def test_runs_of_equal_layers_are_the_model_in_its_order(model, kind_L, want):
 )
 def test_every_mesh_computes_what_one_device_does(directory, mesh):
     model = from_pretrained(directory)
-    # Norms of the small model, over 4 to 8 numbers, magnify rounding: with an epsilon of 1e-6 to 9e-4 of a gradient's
-    # largest entry, with 1e-2 to 2e-4. In float64, with an epsilon of 1e-6, mesh and device agree to 2e-11.
+    # The small model's norms are over 4 to 8 numbers and magnify rounding. With an epsilon of 1e-6 the error is 9e-4 of
+    # a gradient's largest entry, with 1e-2 it is 2e-4. In float64, with 1e-6, mesh and device agree to 2e-11.
     config = dataclasses.replace(model.config, norm_eps=1e-2) if directory == SMALL else model.config
     mesh = build.make_mesh(mesh, jax.devices()[: math.prod(build.parse_mesh(mesh))])
     tokens_BT = jnp.arange(64).reshape(4, 16) % config.vocab_size
@@ -106,8 +106,8 @@ def test_every_mesh_computes_what_one_device_does(directory, mesh):
     got, want = (
         jax.jit(jax.value_and_grad(total), static_argnums=1)(p, m) for p, m in ((params, mesh), (model.params, None))
     )
-    # Gradients are as large as 20; the order of sums differs between processors, which changes them by a factor of
-    # 1e-5.
+    # Gradients are as large as 20. The order of sums differs between processors, which changes a gradient by 1e-5 of
+    # its value.
     share = 1e-3 if directory == SMALL else 0.0
     largest = jax.tree.map(lambda x: np.abs(x).max(), want)
     jax.tree.map(
@@ -176,7 +176,7 @@ def test_both_spellings_of_the_full_layers_are_read():
     assert "per_layer_config" not in old and old["global_head_dim"] == 16
     assert config_from_hf(old) == config
     assert config_from_hf({"model_type": "gemma4", "text_config": RAW, "tie_word_embeddings": True}) == config
-    assert config_from_hf(RAW | {"use_bidirectional_attention": "vision"}) == config  # only for tokens of images
+    assert config_from_hf(RAW | {"use_bidirectional_attention": "vision"}) == config  # concerns only tokens of images
 
 
 @pytest.mark.parametrize(

@@ -198,7 +198,7 @@ def test_the_experts_with_the_highest_scores_are_chosen():
     score_XE = 1 / (1 + np.exp(-np.asarray(x_XD) @ np.asarray(layer["router"])))
     want_Xk = np.argsort(-(score_XE + np.asarray(layer["selection_bias"])), axis=-1)[:, :3]
     np.testing.assert_array_equal(expert_Xk, want_Xk)
-    weight = np.take_along_axis(score_XE, want_Xk, -1)  # the bias does not count here
+    weight = np.take_along_axis(score_XE, want_Xk, -1)  # the weights leave out the selection bias
     np.testing.assert_allclose(weight_Xk, weight / weight.sum(-1, keepdims=True), atol=1e-6)
 
 
@@ -207,7 +207,7 @@ def test_the_use_of_experts_is_counted_in_the_layer_where_it_is_least_even():
     even_Xk, same_Xk = np.arange(16).reshape(8, 2) % 8 + 1, np.tile([3, 5], (8, 1))
     real = np.arange(10) < 8
     route_LBTk = np.stack([even_Xk, same_Xk]).reshape(2, 1, 8, 2)
-    route_LBTk = np.concatenate([route_LBTk, np.full((2, 1, 2, 2), 1)], axis=2)  # padding does not count either
+    route_LBTk = np.concatenate([route_LBTk, np.full((2, 1, 2, 2), 1)], axis=2)  # padding does not count
     measure = lambda route, real: [float(x) for x in moe.use_of_experts(jnp.asarray(route), real[None], experts)]  # noqa: E731
     np.testing.assert_allclose(measure(route_LBTk, real), [8, 0], atol=1e-6)
     np.testing.assert_allclose(measure(route_LBTk[:1], real), [2, 1], atol=1e-6)
@@ -342,7 +342,7 @@ def test_rematerialisation_changes_no_gradient(remat):
 
 
 def test_padding_is_given_to_no_expert():
-    config = config_from_hf(RAW | {"num_hidden_layers": 1})  # padding of a second layer attends to other tokens
+    config = config_from_hf(RAW | {"num_hidden_layers": 1})  # in a second layer, padding would attend to other tokens
     params, tokens_BT = random_params(config), np.arange(24, dtype=np.int32)[None] % 32
     segment_BT = (np.arange(24) < 15).astype(np.int32)[None]
     layers = params["layers"] | {"expert_out": 2 * params["layers"]["expert_out"]}
@@ -350,7 +350,7 @@ def test_padding_is_given_to_no_expert():
         decoder.hidden(whole, tokens_BT, segment_BT, np.arange(24)[None], config)
         for whole in (params, params | {"layers": layers})
     )
-    np.testing.assert_array_equal(one[0, 15:], other[0, 15:])  # what experts would add is not there
+    np.testing.assert_array_equal(one[0, 15:], other[0, 15:])  # experts add nothing to padding
     assert np.abs(one - other)[0, :15].max(axis=-1).min() > 1e-3
 
 
@@ -365,7 +365,7 @@ def test_products_of_experts_are_computed_again_only_if_everything_is():
             return jnp.sum(decoder.unembed(params, hidden, CONFIG) ** 2)
 
         text = jax.jit(jax.grad(loss)).lower(params).compile().as_text()
-        return len(re.findall(r" while\(", text))  # those over blocks of rows among them
+        return len(re.findall(r" while\(", text))  # includes the loops over blocks of rows
 
     assert loops("none") == loops("dots") < loops("full")
 
@@ -482,7 +482,7 @@ def test_the_kernels_compile_for_tpu_without_a_copy_of_the_weights(monkeypatch):
 
     decoded = jax.jit(decode).lower(stack, of(32, 1, 512), of(kind=jnp.int32)).compile()
     assert decoded.as_text().count("tpu_custom_call") >= 3
-    assert decoded.memory_analysis().temp_size_in_bytes < 2 * math.prod(layer["expert_in"].shape)  # one layer
+    assert decoded.memory_analysis().temp_size_in_bytes < 2 * math.prod(layer["expert_in"].shape)  # of one layer
     jax.jit(jax.grad(loss, argnums=(0, 1))).lower(layer, of(1, 1024, 512)).compile()
 
 
@@ -509,7 +509,7 @@ def test_gradients_of_experts_are_scattered_and_not_summed_on_every_device(monke
 
     text = jax.jit(jax.grad(loss)).lower(layer, x_BTD).compile().as_text()
     summed = [line for line in text.splitlines() if re.search(r"= \S+ all-reduce\(", line)]
-    own = 2 * 512 * 256 // 4  # numbers of a device's part of an expert's smaller matrices, both experts
+    own = 2 * 512 * 256 // 4  # entries of `expert_out` on a device: a quarter of the matrices of 2 experts
     for line in summed:
         sizes = [
             math.prod(map(int, dims.split(",")))

@@ -113,7 +113,7 @@ def _data_files(directory):
 
 BIG = gemma2_config(vocab_size=512, num_layers=4, model_dim=256, ffn_dim=256, num_heads=4, num_kv_heads=4, head_dim=64)
 LARGEST = 4 * 256 * 256 * 4  # bytes of every projection, stacked, in float32
-SLACK = 700_000  # allocations besides leaves: of Python, jax and Orbax (half of them, for lists of counters)
+SLACK = 700_000  # allocations of Python, jax and Orbax besides leaves; half are Orbax's lists of counters
 
 
 @pytest.fixture
@@ -126,7 +126,7 @@ def big(tmp_path):
     return tmp_path / "model"
 
 
-# Orbax closes its event loop at the first failed read, while tensorstore still completes others into it.
+# Orbax closes its event loop at the first failed read, while tensorstore still reports other reads to that loop.
 @pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning")
 def test_a_truncated_leaf_is_named(big):
     file = max(_data_files(big), key=lambda path: path.stat().st_size)
@@ -138,8 +138,8 @@ def test_a_truncated_leaf_is_named(big):
 
 @pytest.mark.parametrize(("layout", "devices"), [("data=1", 1), ("fsdp=2,tensor=2", 4), ("data=8", 8)])
 def test_loading_holds_two_leaves_at_most(big, layout, devices):
-    """The host holds a leaf in the stored form and in the wanted form, besides the devices' arrays (host memory here,
-    in bfloat16)."""
+    """The host holds one leaf in the stored dtype and in the wanted dtype. The devices' arrays in bfloat16, which are
+    in the host's memory here, come on top."""
     total = 4 * sum(
         math.prod(p.shape) for p in jax.tree.leaves(parameters.param_specs(BIG), is_leaf=parameters.is_param)
     )

@@ -19,7 +19,7 @@ from podrl.plan.chips import parse_topology, prepare
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the extra [tpu]")
 
-# For each segment of a row: (tokens, number of the segment it continues or 0[, after how many tokens]).
+# For each segment of a row: (its tokens, the segment that it continues or 0[, tokens shared with its sequence]).
 ROWS = (
     ((150, 0), (60, 1), (131, 1), (1, 1), (30, 0)),  # one prompt with three samples, and a separate sequence
     # A tree of two levels. Padding follows; it fills a whole tile if rows have 512 tokens.
@@ -48,8 +48,8 @@ def qkv(T, N, K, H, dtype, B=2):
 
 
 def values_and_grads(run, arrays, segment_BT, windows):
-    """Computes outputs of real tokens, and gradients by unscaled queries, keys and values, float32, for every
-    window."""
+    """Computes, for every window, the outputs of real tokens and the gradients by unscaled queries, keys and values;
+    returns all in float32."""
     real_BT = (segment_BT > 0)[:, :, None, None]
 
     def total(q_BTNH, k_BTKH, v_BTKH, window):

@@ -116,7 +116,7 @@ def serve_tunix(mesh_sizes: str, rest: list[str]) -> None:
     prompts = bench_rollout.make_prompts(args)
 
     class Numbers:
-        """Prompts are rows of `prompts` by number: "3" is the fourth."""
+        """A prompt is the number of its row in `prompts`: "3" is the fourth row."""
 
         def encode(self, text: str, **_: Any) -> list[int]:
             p = int(text)

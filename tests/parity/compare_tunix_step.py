@@ -3,10 +3,11 @@
     python -m venv tunix && tunix/bin/pip install google-tunix==0.1.7
     python tests/parity/compare_tunix_step.py --tunix_python=tunix/bin/python [options of benchmarks step]
 
-Both build a random Gemma-2-style model of the same sizes and score, then train on, the same random samples: Tunix
-padded, as it does by default, with its loss function, its log-probabilities for the reference, and optax's adamw. They
-take turns, one update each, and each compiles and updates once before it counts. Prints one JSON object: medians of
-both sides' seconds and processor seconds, and the ratios. Processor seconds mean more if other programs run.
+Both build a random Gemma-2-style model of the same sizes, score the same random samples, and then train on them. Tunix
+pads the samples, as it does by default, and uses its own loss function, its own log-probabilities for the reference,
+and optax's adamw. The sides take turns, one update each; each side compiles and updates once before it counts. Prints
+one JSON object: medians of both sides' seconds and processor seconds, and the ratios. Processor seconds mean more if
+other programs run.
 """
 
 import argparse
@@ -56,7 +57,7 @@ def _measured(command: list[str]) -> dict[str, float]:
 
 
 def serve(rest: list[str]) -> None:
-    """Tunix's side: makes one update on samples of benchmarks step, after one that compiles."""
+    """Measures Tunix's side: one update on samples of `benchmarks step`, after an update that compiles."""
     from benchmarks import step as bench_step  # options and samples; this import needs only numpy
 
     args = bench_step._parser().parse_args(rest)

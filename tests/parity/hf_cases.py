@@ -38,7 +38,7 @@ GEMMA3_ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 5_000.0},
 }
 ALTERNATING = ["sliding_attention", "sliding_attention", "full_attention"]
-# YaRN in the layers without a window alone.
+# Only the layers without a window have YaRN.
 OLMO3 = {
     "sliding_window": 5,
     "layer_types": ALTERNATING,
@@ -65,7 +65,7 @@ GEMMA4_EXPERTS = {
     "attention_k_eq_v": True,
 }
 
-# As Gemma 4 E2B: per-layer embeddings; the last three layers reuse keys and have a wider MLP.
+# As in Gemma 4 E2B, there are per-layer embeddings, and the last three layers reuse keys and have a wider MLP.
 GEMMA4_SMALL = {
     "hidden_size_per_layer_input": 6,
     "num_kv_shared_layers": 3,
@@ -295,7 +295,7 @@ def make_model(config_class: str, changes: dict, *, seed: int = 0) -> "transform
     fields = SMALL | changes | {"eos_token_id": None, "pad_token_id": None, "bos_token_id": None}
     config = getattr(transformers, config_class)(**fields)
     config._experts_implementation = "eager"
-    # A norm's weight is the value that the model's class gave it, plus noise; a class may draw it.
+    # A norm's weight is the value that the model's class gives it, plus noise. Some classes draw this value at random.
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
@@ -308,8 +308,8 @@ def make_model(config_class: str, changes: dict, *, seed: int = 0) -> "transform
             elif name.endswith("bias"):
                 value.copy_(noise * 0.3)
             elif name.endswith("A_log"):
-                # The class draws decays that leave next to nothing of the state, and the norm behind then multiplies
-                # rounding: up to 1e-3 of a logit, in transformers as well.
+                # The class draws decays that leave next to nothing of the state. The norm after it then magnifies
+                # rounding, up to 1e-3 of a logit, in transformers as well.
                 value.copy_(noise * 0.2 - 1)
             else:
                 value.add_(noise * 0.2)

@@ -61,7 +61,7 @@ def compare_gradients(theirs, ours, tokens_BT, tmp_path):
         for part, want_part in parts_of(name, want, stored):
             np.testing.assert_allclose(stored[part], want_part, atol=1e-3 * max(np.abs(want).max(), 1e-3), rtol=0)
             compared += 1
-    frozen = ("layer_scalar", "e_score_correction_bias")  # not parameters, because they are not trained
+    frozen = ("layer_scalar", "e_score_correction_bias")  # in transformers these are buffers: they are not trained
     scalars = [name for name in stored if name.endswith(frozen)]
     assert all(not stored[name].any() for name in scalars)
     assert compared == len(stored) - len(scalars)

@@ -112,7 +112,7 @@ def test_adapters_on_dense_layers_beside_experts_are_not_written(tmp_path):
     "parameters",
     [
         ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
-        ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"],  # still wrapped in the order of the module
+        ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"],  # PEFT wraps them in the module's order all the same
         ["experts.down_proj"],
     ],
 )

@@ -64,7 +64,7 @@ ENTRY %main (a: f32[8,16], b: f32[5,16,4]) -> f32[8,4] {
 def test_a_loop_counts_as_often_as_it_runs():
     cost = cost_of(TEXT.replace("LAST", "5"))
     assert cost.flops == 3 * 2 * 8 * 16 * 4
-    # reads all of x and one of five slices of w, writes y; permute and gather only move near memory
+    # The product reads all of x and one of five slices of w, and writes y. Permute and gather only move near memory.
     assert cost.bytes == pytest.approx(3 * (4 * (8 * 16 + 16 * 4 + 8 * 4)), abs=3 * 16)
     assert cost.collectives == (
         Collective("all-gather", 1, 4 * 4 * 4, False),
@@ -85,7 +85,7 @@ def test_loops_of_a_named_scope_run_as_often_as_the_caller_says():
     named = TEXT.replace("body=%body", 'body=%body, metadata={op_name="jit(f)/outer/while/body/inner/while"}')
     cost = cost_of(named.replace("LAST", "5"), named={"outer": 100.0, "inner": 11.0})
     assert cost.flops == 11 * 2 * 8 * 16 * 4
-    # reads x and a slice of w, writes y
+    # The product reads x and a slice of w; the y that it writes does not count as read.
     assert cost.read == pytest.approx(11 * 4 * (8 * 16 + 16 * 4), abs=11 * 16)
 
 
@@ -128,7 +128,7 @@ def test_an_all_gather_sends_its_part_to_the_others_of_its_group(groups: str, se
 
 
 def test_padding_of_a_convolution_is_not_counted():
-    """TPU programs write a product with a batch of 4 as a window over the batch, which is mostly padding."""
+    """TPU programs write a product with a batch of 4 as a convolution. Its window over the batch is mostly padding."""
     text = """HloModule m
 
 ENTRY %main (x: f32[4,8,16], w: f32[4,16,2]) -> f32[4,8,2] {
@@ -166,7 +166,7 @@ ENTRY %main (g: s8[{grid}], q: bf16[2,8,512,64]) -> bf16[2,8,512,64] {{
 
 @pytest.mark.parametrize(("kernel", "products"), [("jvp_prefix_attention_fwd_", 2), ("prefix_attention_dkv", 4)])
 def test_the_kernel_for_shared_prompts_counts_as_if_all_before_were_seen(kernel: str, products: int):
-    """Rows of 1,500 tokens have 3 blocks, so 6 of 9 pairs of blocks; p lists 6 pairs for each of 2 rows and one number more."""
+    """A row of 1,500 tokens has 3 blocks, so 6 of 9 pairs of blocks count; `p` lists 6 pairs for each of 2 rows, and one more number."""
     text = f"""HloModule m
 
 ENTRY %main (n: s32[], p: s32[13], w: s32[1], q: bf16[2,8,64,1500]) -> bf16[2,8,64,1500] {{
@@ -287,13 +287,13 @@ ENTRY %main (weights: f32[9,64,128], number: s32[]) -> f32[64,128] {
 
 
 def test_programs_of_tpu7x_read_slices_in_another_tiling_and_send_by_their_sparse_cores():
-    """A fusion whose result is its operand in another tiling passes on what is read of it; counted whole, a layer read
-    all layers."""
+    """A fusion may return its operand in another tiling. Then only the part of the result that is read counts: with the
+    whole operand counted, a layer would read all layers."""
     cost = cost_of(ON_SPARSE_CORES)
     layer = 64 * 128 * 4
     assert cost.by_kind() == {"all-reduce": {"count": 1, "bytes": 2 * 3 / 4 * layer}}
     assert cost.read == 2 * layer + 4  # the slice of the weights, its number, and what is summed
-    later = (  # by jax 0.11, whose start has no operands yet
+    later = (  # jax 0.11 writes this: the start has no operands yet
         "%asked = ((), (), s32[]) call-start(), to_apply=%called\n"
         "  %begun = ((f32[64,128]{1,0}), f32[64,128]{1,0}) call-update(%asked, %taken), to_apply=%called\n"
     )

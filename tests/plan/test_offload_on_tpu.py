@@ -39,7 +39,7 @@ MODEL = gemma2_config(
 def compiler(monkeypatch: pytest.MonkeyPatch):
     env = dict(os.environ)
     prepare(env)
-    for name, value in env.items():  # the variables that the command sets are restored after the test
+    for name, value in env.items():  # monkeypatch restores the variables that `prepare` sets
         monkeypatch.setenv(name, value)
 
 

@@ -120,7 +120,7 @@ def test_programs_of_a_job_on_gpus_are_counted_on_cpu_devices_and_marked_so(gpus
     (step,) = training_programs(setting)
     lowered = step.lower()
     assert "stablehlo.while" in lowered.as_text()
-    # The default job's state, weights and two moments in float32 on two devices, is counted as memory.
+    # The state of the default job is counted as memory: weights and two moments in float32, on two devices.
     held = 12 * parameter_count(setting.model) / 2
     assert held < least_bytes("trainer", setting) < 20 * held
     assert least_trainer_seconds(setting) > 0
@@ -129,7 +129,7 @@ def test_programs_of_a_job_on_gpus_are_counted_on_cpu_devices_and_marked_so(gpus
 
 @pytest.mark.parametrize(("family", "shared"), [("qwen3_5", False), ("gemma2", True)])
 def test_batches_of_several_pieces_a_sample_are_planned_with_the_arrays_of_a_run(family, shared):
-    """Pieces share what they begin with, except in a model with linear attention: batches then have no `last_BT`."""
+    """Pieces share their beginnings. With linear attention they do not, and batches have no `last_BT`."""
     chips = parse_topology("h100:2", key="--trainer")
     config = launch.load_config(launch.find_config("ppo_gemma.py")).to_dict()
     config["model"] |= {"path": str(FIXTURES / family)}
@@ -416,10 +416,10 @@ def test_what_does_not_fit_ends_with_1_and_a_knob_that_helps():
 @pytest.mark.nightly("podrl/plan", "podrl/models", "podrl/trainer", "podrl/engine/engine.py")
 @pytest.mark.slow
 def _setting(monkeypatch: pytest.MonkeyPatch, topology: str, **changes: dict) -> Setting:
-    """Makes the default job, with some changed keys, on two topologies of this name."""
+    """Makes the default job with some changed keys; trainer and rollout have a topology of this name each."""
     env = dict(os.environ)
     prepare(env)
-    for name, value in env.items():  # the variables that the command sets are restored after the test
+    for name, value in env.items():  # monkeypatch restores the variables that `prepare` sets
         monkeypatch.setenv(name, value)
     chips = parse_topology(topology, key="--trainer")
     config = launch.load_config(launch.find_config("grpo_gemma.py")).to_dict()
@@ -498,7 +498,7 @@ def test_products_of_experts_are_kept_only_where_a_device_has_all_experts(monkey
     job: dict = {"model": {"path": "", "size": "qwen3-30b-a3b"}, "rollout": _PROMPTS}
 
     def kept(mesh: str) -> float:
-        """Counts the bytes that remat='dots' keeps more than 'full'."""
+        """Counts how many more bytes remat='dots' keeps than 'full'."""
         full, dots = (
             least_bytes("trainer", _setting(monkeypatch, "v5p:2x2x4", **job | {"roles": roles, "trainer": trainer}))
             for roles, trainer in (({"trainer": {"mesh": mesh}}, {"remat": remat}) for remat in ("full", "dots"))
@@ -519,7 +519,8 @@ def test_what_full_takes_for_certain_is_counted_and_left_out_where_that_is_too_l
     dots, full = (_setting(monkeypatch, "v5e:2x4", **job, trainer={"remat": remat}) for remat in ("dots", "full"))
     shape = dots.job.pack_shape(dots.trainer_mesh())
     tokens = dots.job.updates_per_step * filled_micro_batches(dots) * shape.rows * shape.tokens / 8
-    # 32 layers of 4096 x 128 x 2 x (32 + 8) and 3 x 4096 x 14336 weights; recomputation leaves out the last product.
+    # Each of 32 layers has 4096 x 128 x 2 x (32 + 8) + 3 x 4096 x 14336 weights. Recomputation leaves out the last
+    # product.
     weights, last = 32 * 218103808, 32 * 58720256
     assert least_trainer_seconds(dots) == pytest.approx(6 * weights * tokens / 197e12)
     assert least_trainer_seconds(full) == pytest.approx((8 * weights - 2 * last) * tokens / 197e12)
@@ -609,11 +610,11 @@ def test_two_slices_exchange_gradients_and_nothing_else():
 @pytest.mark.slow
 @needs_libtpu
 def test_a_search_settles_on_keys_that_fit():
-    # The configured mesh is for other machines; a search sets it.
+    # The configured mesh is for other machines; a search replaces it.
     done = _plan("--trainer=v5e:2x2", "--search", "--quick", "--config.roles.trainer.mesh=fsdp=16")
     assert done.returncode == 0, done.stderr[-2000:]
-    # At least one row per chip: 2 meshes x 3 policies on the trainer, 2 meshes on the rollout. All fit at once, so the
-    # search cuts no rows along time and tries no wider mesh for decoding.
+    # With at least one row per chip there are 2 meshes x 3 policies for the trainer and 2 meshes for the rollout. All
+    # fit at once, so the search cuts no rows along time and tries no wider mesh for decoding.
     bound = re.search(r"search: at most (\d+) trials: trainer (\d+) \(\d+ meshes", done.stderr)
     assert bound, done.stderr
     trials = re.findall(r"^(trainer|rollout): (\S.*): peak ([\d.]+) GiB \(.*\), (.*); at most (\d+)", done.stderr, re.M)

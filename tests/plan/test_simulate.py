@@ -21,7 +21,8 @@ def _step(lengths_N, *, staleness, lanes=8, **seconds):
 
 
 def test_sides_that_take_turns_wait_for_each_other():
-    # 16 samples of 100 tokens on 8 lanes: twice 12 dispatches of 8 steps and one of 4, 2 s; 1 s of update, 1 s of move.
+    # 16 samples of 100 tokens on 8 lanes take twice 12 dispatches of 8 steps and one of 4: 2 s. The update takes 1 s,
+    # and the move 1 s.
     found = _step(SAME, staleness=0, move_s=1.0)
     assert found.step_s == pytest.approx(4.0) and found.lanes_busy == 1.0
     assert (found.trainer_idle, found.rollout_idle) == pytest.approx((2 / 4, 1 / 4))
@@ -30,7 +31,7 @@ def test_sides_that_take_turns_wait_for_each_other():
 
 def test_with_staleness_the_slower_side_never_waits():
     found = _step(SAME, staleness=1, begin_s=0.6, call_s=0.1, score_s=0.3)
-    assert found.step_s == pytest.approx(3.0)  # 2 s of decoding, one prefill call
+    assert found.step_s == pytest.approx(3.0)  # 0.6 s to begin, one prefill call, 2 s of decoding, 0.3 s to score
     assert (found.trainer_idle, found.rollout_idle) == pytest.approx((2 / 3, 0.0))
     slow = _step(SAME, staleness=1, update_s=10.0)
     assert (slow.step_s, slow.trainer_idle) == pytest.approx((10.0, 0.0))
@@ -41,7 +42,7 @@ def test_a_tail_leaves_lanes_idle_and_windows_cut_it():
     lengths_N = np.clip(np.random.default_rng(0).lognormal(5.0, 0.9, 2048).astype(int), 1, 1024)
     one, two, three = (_step(lengths_N, staleness=S, lanes=8, update_s=0.0) for S in (1, 2, 3))
     assert one.lanes_busy < two.lanes_busy <= 1.0 and one.step_s > two.step_s > 0.0
-    # A window takes at least as many decode steps as any of its samples draws tokens in it.
+    # A window takes at least as many decode steps as its longest sample draws tokens in it.
     least = 0.01 * 16 * lengths_N.mean() / 8
     assert all(found.step_s > 0.8 * least for found in (one, two, three))
 
@@ -62,8 +63,9 @@ def test_a_window_takes_the_steps_of_its_longest_lanes():
 
     assert steps([[8]], lanes=1) == 8 and steps([[11, 3]], lanes=2) == 11, "a dispatch ends with its last sample"
     assert steps([[1, 0], [8]], lanes=1) == 9, "where nothing else runs the next one waits for nothing"
-    # Three lanes: the first is free after one dispatch, which is read after the second is launched. With the initial
-    # estimate of a quarter the mean of the shares is 7 / 24; the session waits for the second lane, or does not.
+    # The first of three lanes is free after one dispatch, which is read after the second dispatch is launched. With the
+    # initial estimate of 1 / 4, the mean of the shares is then 7 / 24 = 0.2917: above 0.29 the session reads the second
+    # dispatch at once and fills the second lane, and below 0.3 it does not.
     assert steps([[8, 16, 32], [16, 16]], lanes=3, waits=0.29) == 32
     assert steps([[8, 16, 32], [16, 16]], lanes=3, waits=0.3) == 40
 
@@ -80,8 +82,8 @@ def test_prefill_calls_are_counted_as_the_engine_makes_them():
     assert load.calls([256 + 65] * 2) == 2, "a long one in two waves: 256 tokens, then 65"
 
     def calls(drawn, lanes=16):
-        """Counts the prefill calls of a window in which a batch's 16 samples go on; `drawn` has their tokens so far, of
-        100."""
+        """Counts the prefill calls of a window that continues a batch's 16 samples of 100 tokens; `drawn` has their
+        tokens so far."""
         left = [100 - n for n in drawn]
         return window_work({0: left}, {0: left}, {0: [100] * 16}, dataclasses.replace(LOAD, lanes=lanes)).calls
 
@@ -102,8 +104,8 @@ def test_every_window_computes_open_samples_anew():
 
 
 def test_speeds_of_one_staleness_predict_another():
-    # In closed form, for a batch of 16 samples of 100 tokens on 32 lanes: a window has 1 call and 100 steps at S=1, and
-    # 3 calls and 60 tokens of the batch that is due at S=2.
+    # In closed form, for a batch of 16 samples of 100 tokens on 32 lanes: at S=1 a window has 1 call and 100 steps. At
+    # S=2 it has 3 calls, and draws the last 60 tokens of the batch that is due.
     speeds = {"decode_s": 0.01, "call_s": 0.2, "begin_s": 0.1, "update_s": 2.0}
     one, two = (_step(SAME, staleness=S, lanes=32, **speeds) for S in (1, 2))
     assert (one.decode_steps, one.prefill_calls, two.decode_steps, two.prefill_calls) == (100, 1, 60, 3)

@@ -39,7 +39,7 @@ def teacher(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.
 def _setting(
     teacher: pathlib.Path | None, topology: str = "v5e:2x2", *, offload: str = "none", **grpo: object
 ) -> Setting:
-    """Makes the default job, which trains all parameters; with the teacher if there is one, else on rewards only."""
+    """Makes the default job, which trains all parameters: with the teacher if there is one, else on rewards."""
     chips = parse_topology(topology, key="--trainer")
     config = launch.load_config(launch.find_config("grpo_gemma.py")).to_dict()
     config["grpo"] |= grpo | {"beta": 0.0}
@@ -64,8 +64,8 @@ def test_every_form_has_its_programs_and_the_teacher_is_held_once(teacher):
     assert list(few) == ["train step", TEACHING] and list(full) == ["train step"]
     assert sampled["train step"].resident == few["train step"].resident == pytest.approx(held, rel=0.02)
     assert full["train step"].resident == 0, "it is an argument of the update"
-    # The program that scores the teacher has its parameters as an argument. The optimizer's moments stay beside it, and
-    # so do the policy's parameters unless the program reads them.
+    # The teacher's parameters are an argument of the program that scores with them. The optimizer's moments stay in
+    # memory beside the program; the policy's parameters do too, unless the program reads them.
     own = parameter_count(_setting(None).model)
     assert few[TEACHING].resident == pytest.approx(4 * 2 * own / 4, rel=0.02)
     assert sampled[COMPARED].resident == pytest.approx(4 * 3 * own / 4, rel=0.02)
@@ -94,8 +94,8 @@ def test_bounds_and_moves_have_the_teacher(teacher):
     assert least_bytes("trainer", with_) - least_bytes("trainer", without) == pytest.approx(held, rel=0.02)
     pack = [next(p for p in weight_move(s).programs if p.name == "move: pack").resident for s in (with_, without)]
     assert pack[0] - pack[1] == pytest.approx(held, rel=0.02)
-    # A model of twice the width has four times the weights in feed-forward, but twice in attention: its heads are the
-    # same.
+    # A model of twice the width has four times the weights in feed-forward layers, but only twice the weights in
+    # attention, because its heads are the same.
     own = without.model
     attention = own.model_dim * own.head_dim * 2 * (own.num_heads + own.num_kv_heads)
     forward = attention + 3 * own.ffn_dim * own.model_dim
@@ -139,7 +139,8 @@ def test_every_form_compiles_for_tpus_and_its_operations_are_counted(teacher, to
 
 
 def test_a_policy_that_teaches_itself_is_held_once_more_or_not_at_all(teacher):
-    """Its average is in float32, as its parameters are here; the current policy as teacher takes no further memory."""
+    """The policy's average is in float32, as the parameters are here. If the current policy is the teacher, nothing
+    more is held."""
 
     def programs(**grpo: object) -> dict:
         chips = parse_topology("v5e:2x2", key="--trainer")

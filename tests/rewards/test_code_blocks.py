@@ -1,4 +1,4 @@
-"""The code block that counts as a completion's program: by language, order and fences, in linear time."""
+"""Language, order and fences decide which code block is a completion's program; the search takes linear time."""
 
 import time
 

@@ -206,7 +206,7 @@ FRAMES = [
 def test_whatever_a_program_writes_is_data():
     """Frames that a program itself writes to the channel of results earn nothing and stop nothing."""
     chosen = random.Random(0)
-    for _ in range(30):  # a right message with one changed byte
+    for _ in range(30):  # a valid message with one changed byte
         right = bytearray(NAMES + frame({"value": {"int": "0x7"}, "arguments": [1]}))
         right[chosen.randrange(4, len(right))] = chosen.randrange(256)
         FRAMES.append(bytes(right))
@@ -248,7 +248,7 @@ def test_tests_have_the_names_that_they_mention_and_pythons_own(sandboxes):
 
 @isolates
 def test_the_tests_have_a_limit_of_memory_of_their_own(sandboxes):
-    """8 MB of a message are 350 MB of objects."""
+    """The program sends a message of 8 MB that decodes into 350 MB of objects, more than the tests may use."""
     body = f"b'{{\"value\": [' + b'[],' * {5 << 19} + b'[]], \"arguments\": [1]}}'"
     program = f"import os, struct\nbody = {body}\ndef f(x):\n    data = struct.pack('>I', len(body)) + body\n    while data: data = data[os.write(3, data):]"
     (verdict,) = sandboxes.test([job(program, "assert f(1)", "assert True")])
@@ -275,7 +275,7 @@ def test_a_message_is_a_value_an_exception_or_malformed(message):
                 remote.names() if operation == "names" else remote.ask(
                     "call", [checker.StandIn(remote, values.Reference(0, "")), 1], {}
                 )
-            except Exception as error:  # noqa: BLE001 - what the message may name, or a malformed one
+            except Exception as error:  # noqa: BLE001 - the exception that the message names, or the error for a malformed message
                 raised = isinstance(message, dict) and message.keys() == {"raised", "text"} and not remote.malformed
                 assert raised or (isinstance(error, checker._MalformedError) and remote.malformed)
             else:
@@ -308,7 +308,7 @@ def test_nothing_is_left_of_sandboxes(sandboxes):
 @isolates
 @pytest.mark.skipif(os.geteuid() != 0, reason="the other tests run as a user without privileges already")
 def test_a_user_without_privileges_isolates_too(tmp_path):
-    """Runs copies that every user may read, with an interpreter that every user may run."""
+    """Runs a copy of the sandbox's files that every user may read, with an interpreter that every user may run."""
     python = shutil.which("python3", path="/usr/bin:/usr/local/bin")
     if (
         not python

@@ -63,7 +63,7 @@ def test_math_equivalence():
     assert math_equal([""] * 3, boxed, ["2\\sqrt{2}"] * 3) == [1.0, 1.0, 0.0]
     with pytest.raises(ValueError, match="reference answer ''"):
         math_equal([""], ["<answer>1</answer>"], [""])
-    # In a worker, on its main thread; the first batch also waits for sympy to be imported.
+    # In a worker the function runs on the main thread. The deadline is long because the first batch imports sympy.
     config = RewardConfig(fns=("math_equal",), workers=1, deadline_s=180.0)
     np.testing.assert_array_equal(score(config, *tagged[:4], answer=["1/2"] * 4), [[1, 1, 1, 0]])
 

@@ -13,7 +13,7 @@ from podrl.rewards import answers, math_answer, numbers, reference
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
-# Text -> value as a fraction, with % for percent; None for no number.
+# Maps each text to its value, a fraction, followed by % for percent; None if the text has no number.
 TABLE = {
     # signs
     "5": "5", "+5": "5", "-5": "-5", "- 5": "-5", "\u22125": "-5", "\u20135": "-5", "\uff0d5": "-5", "minus 5": "-5",

@@ -1,4 +1,4 @@
-"""Every parser of text that a model wrote: linear time in the length, and no exception."""
+"""Every parser of a model's text takes time linear in the length of the text, and raises no exception."""
 # ruff: noqa: E501 - a table
 
 import random
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from podrl.rewards import answers, code, formats, reference, text
 
-# The format as one pattern, whose time grows with the fourth power of the length.
+# The format written as one pattern; the time of this pattern grows with the fourth power of the length.
 FORMAT = re.compile(r"^\s*<reasoning>.+?</reasoning>.*?<answer>(?P<answer>.+?)</answer>\s*$", re.MULTILINE | re.DOTALL)
 NUMBER = re.compile(r"<answer>.*?(?P<number>[\d.]+)", re.DOTALL)
 PIECES = (

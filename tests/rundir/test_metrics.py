@@ -41,8 +41,8 @@ def test_resuming_drops_later_records_and_a_torn_line(tmp_path):
 
 
 def test_tensorboard_reads_the_events(tmp_path):
-    """Reads events back by another library's protocol buffers and checksums; a later life hides the steps it
-    repeats."""
+    """Another library's protocol buffers and checksums read the events. The events of a later start hide those of
+    the steps that it repeats."""
     from tensorboardX import crc32c
     from tensorboardX.proto import event_pb2
 

@@ -15,7 +15,7 @@ def test_wall_seconds_count_from_the_first_start_of_a_run(tmp_path):
     written = write_summary(tmp_path, {})
     assert written["starts"] == 2 and written["wall_s"] >= 499
     assert written["wall_s"] - written["wall_s_last_start"] == pytest.approx(400, abs=0.2)
-    with (tmp_path / "starts.jsonl").open("a") as file:  # a start after the last step trains nothing, whenever it comes
+    with (tmp_path / "starts.jsonl").open("a") as file:  # a start after the last step trains nothing: wall_s stays
         file.write(json.dumps({"time": now, "step": 4}) + "\n")
     (tmp_path / "summary.json").write_text(json.dumps(written | {"wall_s": 450.0}))
     assert write_summary(tmp_path, {})["wall_s"] == 450.0

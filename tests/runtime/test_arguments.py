@@ -15,12 +15,12 @@ ROOT = pathlib.Path(__file__).parents[2]
 COMMANDS = ("podrl.contrib.kaggle_gemma", "podrl.doctor", "podrl.evaluate", "podrl.export", "podrl.generate")
 COMMANDS += ("podrl.replay", "podrl.serve", "podrl.verifiers", "podrl.view.__main__")
 COMMANDS += ("launch.gke", "launch.gke_add", "launch.xpk")
-# Their flags are absl's, whose help shows defaults of itself.
+# Modules with absl's flags; absl's help shows defaults by itself.
 ABSL = ("podrl.launch", "podrl.plan.__main__")
 
 
 def _parses(path: pathlib.Path) -> bool:
-    """True for a file with a parser, `Parser(...)` or `make_parser(...)`; it need not be a command."""
+    """True if a file makes a parser: it calls Parser, ArgumentParser or make_parser. The file need not be a command."""
     calls = (node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
     names = {func.attr if isinstance(func, ast.Attribute) else getattr(func, "id", "") for func in calls}
     return bool(names & {"Parser", "ArgumentParser", "make_parser"})

@@ -69,7 +69,7 @@ def test_what_was_dropped_is_not_served_to_a_later_question(pair):
     a, b = pair
 
     def drops(_):
-        """Runs on the channel's thread when the question has come and is the next message to be read."""
+        """Drops the message on the channel's thread, when the question for it has arrived and will be read next."""
         until(lambda: a._server.getsockopt(zmq.EVENTS) & zmq.POLLIN, "the question")
         a.drop("old")
         return Message()
@@ -103,7 +103,7 @@ def test_a_call_waits_until_its_function_is_served(pair):
 
 
 def test_bursts_of_requests_from_both_sides_are_all_answered(pair):
-    """Sends more messages than one socket's turn, so that each socket is read again after the others' turns."""
+    """Sends more messages than are read in one turn of a socket, so each socket is read again after the others."""
     a, b = pair
     for end in (a, b):
         end.serve("same", lambda m: m)
@@ -173,8 +173,8 @@ def test_an_endpoint_that_is_not_there_yet_is_found_and_a_lost_one_is_noticed(pa
 
 @pytest.mark.parametrize("lane", [0, 1])
 def test_another_endpoint_at_the_address_of_before_answers_nothing_and_counts_as_a_loss(lane, pair, monkeypatch):
-    """A process of an earlier run sends requests to an address that another process has now: they are not answered."""
-    monkeypatch.setattr("podrl.runtime.channel._Link._PATIENCE_S", 1e9)  # the connection alone does not show the change
+    """A process sends requests to an address that another process has taken over: the new process answers none."""
+    monkeypatch.setattr("podrl.runtime.channel._Link._PATIENCE_S", 1e9)  # a broken connection counts as no loss here
     _, b = pair
     first = Channel("first", secret="s3cret")
     first.put("x", Message(1))

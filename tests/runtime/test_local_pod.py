@@ -1,4 +1,4 @@
-"""A pod on this machine: its exit code, the shown output of its processes, and no process left."""
+"""A pod on this machine has the right exit code, shows the output of its processes, and leaves no process behind."""
 
 import os
 import pathlib
@@ -12,7 +12,7 @@ from waits import PATIENCE_S, is_running, until
 
 from podrl.runtime import local_pod
 
-# A separate process, as in real use: it forks children, which a process that has started jax should not do.
+# The pod runs in a separate process, as in real use: it forks, and a process that has started jax should not fork.
 _POD = """
 import os, signal, sys
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup, which a pod would go by

@@ -1,4 +1,4 @@
-"""Joining, waiting and failing: the messages that each process gets, and the process that prints the reason."""
+"""A job's processes join, wait and fail with the right messages, and one of them prints the reason in full."""
 
 import contextlib
 import re
@@ -44,7 +44,7 @@ def test_a_leader_that_goes_while_others_join_is_noticed_long_before_the_deadlin
 
 
 def test_a_leader_that_is_not_there_yet_is_waited_for(monkeypatch):
-    """A process waits for its leader longer than a connection may be broken; four checks of the connection show it."""
+    """A process waits for its leader for longer than a connection may stay broken: four checks find it waiting."""
     looks, check = [], channel._Link.check
     (port,) = free_ports(1)
     hosts = Hosts((0,), (1,))
@@ -130,7 +130,7 @@ def test_the_leader_stays_until_the_others_have_closed_their_connections(three):
 
 
 def test_what_a_process_says_that_is_lost_already_ends_no_job(three, monkeypatch):
-    """For example a process was frozen, and other hosts have its work when it wakes up."""
+    """For example, a frozen process wakes up when other hosts have taken over its work."""
     leader, _, rollout = three
     ended: list[int] = []
     monkeypatch.setattr(leader, "_end", lambda code, text, **_: ended.append(code))
@@ -144,7 +144,8 @@ def test_what_a_process_says_that_is_lost_already_ends_no_job(three, monkeypatch
 
 @pytest.mark.parametrize("process", [1, 2], ids=["its own", "another's"])
 def test_a_process_at_the_address_of_a_dead_one_is_not_taken_for_it(process):
-    """If the leader took the new process's request for the dead one's second, no roster would list the new one."""
+    """If the leader took the new process's request for a repeated one of the dead process, no roster would list the
+    new process."""
     with joined(Hosts((0,), (1, 2)), disposable=True) as (leader, first, _):
         port = int(first.channel.address.rpartition(":")[2])
         me = {"process": 1, "address": first.channel.address, "host": "h", "pid": 7, "job": first.seat.describe()}
@@ -206,7 +207,7 @@ def test_a_job_whose_network_failed_asks_for_a_restart(three, monkeypatch, capsy
     assert launch._report(error, three[1:2])[0] == several
     in_full = several == 1 and isinstance(error, RuntimeError)
     assert capsys.readouterr().err.startswith("RuntimeError:" if in_full else "podrl: error:")
-    assert three[0].first_to_fail() == (several == 42)  # a replaced process does not read the last message
+    assert three[0].first_to_fail() == (several == 42)  # a lost connection leaves the full error to others
 
 
 def test_a_wait_ends_with_the_name_of_who_is_late_and_of_what(three):

@@ -75,7 +75,7 @@ print("alive")
 def test_a_stage_that_takes_long_says_once_what_it_does():
     watchdog, said = Watchdog(900.0), []
     try:
-        watchdog.announce_long(("start-up", 100.0), 110.0)  # no other process is told
+        watchdog.announce_long(("start-up", 100.0), 110.0)  # without `log` nothing is printed
         watchdog.log, watchdog.expected = said.append, {"start-up": 24.6}
         for name, started, now in (
             ("start-up", 100.0, 102.9),

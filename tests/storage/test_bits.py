@@ -73,7 +73,7 @@ def test_sums_are_those_of_the_definition_under_every_layout(tree):
 
 
 def test_large_shards_are_summed_by_the_same_definition():
-    """A loop adds the rows of a large shard, with a remainder; several rows share a position in the last dimension."""
+    """A loop adds the 703 x 3 rows of this shard in runs of equal size, and a few rows are left over."""
     leaf = np.random.default_rng(0).standard_normal((703, 3, 100)).astype(np.float32)
     assert leaf.size > bits._SMALL
     total = leaf.view(np.uint32).astype(np.uint64)

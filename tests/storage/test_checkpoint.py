@@ -100,7 +100,7 @@ def test_some_are_kept_for_good_by_step_and_by_time(tmp_path):
     checkpoints = _saved(tmp_path / "steps", range(1, 8), keep=2, keep_every=3)
     assert checkpoints.steps() == [3, 6, 7]
     checkpoints.close()
-    again = Checkpoints(tmp_path / "steps", keep=1, keep_every=3)  # also if the run goes on in another process
+    again = Checkpoints(tmp_path / "steps", keep=1, keep_every=3)  # the same holds in the next process
     assert again.save(8, _state(8), {}, {}) and again.wait() and again.steps() == [3, 6, 8]
     again.close()
     _saved(tmp_path / "hours", range(1, 4), keep=9).close()

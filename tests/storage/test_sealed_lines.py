@@ -54,7 +54,7 @@ def test_a_damaged_line_stays_in_the_file_when_more_is_written(tmp_path):
     path = tmp_path / "7.jsonl"
     for place, damaged in flips(CONTENT):
         if place % 7:
-            continue  # files are slow
+            continue  # only a few bits, because files are slow
         path.write_bytes(damaged)
         before = sealed_lines.read(path, SHAPES)
         with sealed_lines.open_to_append(path, SHAPES) as file:
@@ -103,7 +103,7 @@ def test_a_journal_of_an_earlier_version_is_read_and_said(tmp_path, caplog):
 
 
 def test_an_answer_that_did_not_reach_the_disk_is_not_known(tmp_path, monkeypatch):
-    """An answer whose write failed is written when it is sent again: it does not count as on disk."""
+    """An answer must not count as on disk if its write failed: when it is sent again, it is written again."""
     files = Files(tmp_path)
 
     def full(file):

@@ -85,7 +85,7 @@ def _host_params(config):
 
 @pytest.fixture
 def tiny(quick_compilation):
-    """Returns a maker of cases: tiny(mesh='fsdp=1', lora=0, **optimizer fields) -> Tiny."""
+    """Returns a maker of cases: tiny(spec='fsdp=1', lora=0, **optimizer fields) -> Tiny."""
 
     def build(spec="fsdp=1", *, lora=0, **optimizer):
         config = gemma2_config(

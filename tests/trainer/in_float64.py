@@ -1,7 +1,7 @@
 """A pytest plugin that replaces podrl's float32 by float64 in this process, so that the trainer computes in float64.
 
-podrl names float32 wherever precision matters (accumulators, softmax, logits), so a program differs from the real one
-only in its dtype, and a difference of more than 1e-12 between two forms of it is not a rounding error.
+podrl names float32 wherever precision matters (accumulators, softmax, logits), so a program in float64 differs from
+the real program only in its dtype. If two forms of it differ by more than 1e-12, the cause is not rounding.
 """
 
 import jax

@@ -44,7 +44,7 @@ def with_experts(case, score="softmax"):
 
 
 def balance(params, batch, config, monkeypatch):
-    """Writes the balance loss out in numpy, layer by layer, from the inputs of the routers; routes are fixed first."""
+    """Computes the balance loss in numpy, layer by layer, from the inputs of the routers and the experts they chose."""
     seen, route = [], moe.route
 
     def watched(x_XD, layer, experts, *rest):
@@ -98,7 +98,7 @@ def test_the_gradient_is_that_of_finite_differences(tiny, monkeypatch, score):
 
 @pytest.mark.parametrize("spec", ["expert=2,fsdp=2", "data=2,expert=2,tensor=2"])
 def test_a_mesh_changes_no_gradient(tiny, spec):
-    # Shares of experts belong to a micro-batch, so both updates have one micro-batch of all rows.
+    # The shares of experts are taken over a micro-batch, so both updates have one micro-batch with all rows.
     of = {"kind": SupervisedRows, "row": 20, "rows": 8}
     one = update(with_experts(tiny()), CrossEntropy(), **of, balance_coef=COEF)
     assert_same(update(with_experts(tiny(spec)), CrossEntropy(), **of, balance_coef=COEF), one)

@@ -80,7 +80,8 @@ def test_rows_cut_along_time_divide():
 
     default = shape()
     assert default.tokens == 256 and default.shards == 2  # 165, rounded up to whole 4 x 32
-    assert shape(max_tokens_per_row=200, max_seq_token_per_tpu=100).rows == 4  # 400 tokens of four devices are two rows
+    # The four devices along seq hold 400 tokens, two rows; there are two shards.
+    assert shape(max_tokens_per_row=200, max_seq_token_per_tpu=100).rows == 4
     with pytest.raises(ValueError, match=r"trainer.max_tokens_per_row=202 must be a multiple of the mesh's seq=4"):
         shape(max_tokens_per_row=202)
     with pytest.raises(ValueError, match=r"max_seq_token_per_tpu=40 cannot hold a packed row of 200"):
@@ -97,11 +98,12 @@ def test_rows_are_made_for_samples_that_share_their_prompt():
     assert shape().shared and not shape(share_prompts=False).shared
     assert not shape(group_size=1).shared and not shape(max_prompt_length=0).shared
     assert not shape(max_prompt_length=1).shared  # a prompt of one token has nothing to share
-    # A whole group is 500 + 8 x 201 tokens, a CPU device takes 1,280: rows of whole 32 hold 500 + 3 x 201.
+    # A CPU device takes 1,280 tokens, and a group has 500 + 8 x 201: a row of whole 32 holds 500 + 3 x 201.
     assert (shape(share_prompts=False).tokens, shape().tokens) == (704, 1120)
     assert shape(group_size=2).tokens == 928
     assert shape(max_seq_token_per_tpu=1000).tokens == 928
-    assert shape(max_length=1000).tokens == shape(max_length=1000, share_prompts=False).tokens  # two groups do not fit
+    # Not even two samples of 1,000 tokens fit into a row of a CPU device.
+    assert shape(max_length=1000).tokens == shape(max_length=1000, share_prompts=False).tokens
     small = shape(micro_batch_sequences=8)
     assert small.rows * small.tokens <= 8 * 704 + 4 * small.tokens  # within the requested memory, in whole shards
     assert shape(max_tokens_per_row=800).tokens == 800
@@ -112,7 +114,7 @@ def test_rows_are_made_for_samples_that_share_their_prompt():
 
 
 def test_rows_of_a_group_that_does_not_fit_are_even_on_accelerators():
-    """Prompts of 512 and completions of 512 tokens: 512 + 6 x 513 fit into 4,096, but two rows of 4 are shorter."""
+    """A prompt of 512 tokens and six completions of 512 fit into 4,096, but two rows of four samples are shorter."""
     assert _group_row(8, 512, 1024, 4096, 4096, even=False) == 512 + 6 * 513
     assert _group_row(8, 512, 1024, 4096, 4096, even=True) == 512 + 4 * 513
     assert _group_row(8, 512, 1024, 8192, 8192, even=True) == 512 + 8 * 513
@@ -124,7 +126,7 @@ def test_rows_of_a_group_that_does_not_fit_are_even_on_accelerators():
 @pytest.mark.parametrize(
     ("fields", "tokens"),
     [
-        ({}, 4736),  # 4,616 are a ninth more than 4,096: the whole group
+        ({}, 4736),  # the whole group: 4,616 tokens are an eighth more than 4,096
         ({"max_seq_token_per_tpu": 4096}, 2688),  # an explicit limit is never exceeded
         ({"micro_batch_sequences": 4}, 2688),
         ({"gradient_accumulation_steps": 2}, 2688),

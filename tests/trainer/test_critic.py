@@ -17,7 +17,7 @@ from podrl.trainer.critic import make_critic_step, make_value_fn
 from podrl.trainer.pack_shape import PackShape
 
 B, T = 8, 20
-# As in test_step.py; the critic's gradient is several times larger.
+# Tolerance as in updates.py, but larger in float32: the critic's gradient is several times larger.
 SAME = 5e-6 if np.dtype(np.float32).itemsize == 4 else 1e-12
 
 

@@ -128,7 +128,7 @@ def test_bad_advantages_are_told_what_does_not_hold(estimator, said):
 
 @pytest.mark.parametrize("check", [testing.check_order, testing.check_padding])
 def test_an_advantage_that_is_not_a_number_is_told(check):
-    """NaN advantages must not pass as equal."""
+    """The checks compare advantages, and must not take NaN for equal to NaN."""
     with pytest.raises(AssertionError, match="an advantage is NaN or infinite"):
         check(lambda reward_BT, baseline_B, mask_BT, **_: np.where(mask_BT > 0, np.nan, 0.0))
 

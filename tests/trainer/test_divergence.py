@@ -56,7 +56,11 @@ class Case:
         return jax.jit(jax.grad(total, argnums=(0, 1), has_aux=True))(self.params, self.hidden_BTD)
 
     def expected(self, ids_BTK=None):
-        """Computes log p of the token, entropy and KL densely, over all ids, or over some ids and the rest as one."""
+        """Computes log p of the token, entropy and KL densely.
+
+        Args:
+          ids_BTK: ids that KL tells apart, with all others counted as one id; None for all ids.
+        """
 
         def run(params, hidden_BTD):
             logp_BTV, theirs_BTV = self.dense(params, hidden_BTD)

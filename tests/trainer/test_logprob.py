@@ -76,7 +76,8 @@ def test_equals_the_naive_form(tied, softcap, temperature):
 
 @pytest.mark.parametrize("vocab", [300, 384])
 def test_vocabulary_chunks_that_overlap_count_once(vocab):
-    """With at least 128 rows per chunk, 300 makes three chunks of 100, 384 three of 128, and 257 two that overlap."""
+    """A chunk has at most 128 ids here: 300 ids make three chunks of 100, 384 make three of 128, and 257 make three of
+    86, of which two overlap."""
     _compare(_config(vocab=vocab), 0.9, chunk_elements=1)
     _compare(_config(vocab=257, tied=False), 0.9, chunk_elements=1)
 

@@ -45,7 +45,7 @@ def compiled_step(mesh, remat, *, dim, head_dim, dtype):
 
 
 def test_what_is_computed_again_is_not_kept():
-    """'dots' keeps 13 D floats per token and layer, 12 D of which are outputs of projections; 'full' keeps D."""
+    """Per token and layer 'dots' keeps 13 D floats (12 D are outputs of projections), and 'full' keeps D floats."""
     mesh = make_mesh("data=1", jax.devices()[:1])
     used = {
         remat: compiled_step(mesh, remat, dim=64, head_dim=16, dtype="float32").temp_size_in_bytes

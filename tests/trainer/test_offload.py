@@ -1,4 +1,4 @@
-"""Optimizer state that waits in the host's memory: the same updates, in another place."""
+"""Optimizer state in the host's memory gives the same updates as optimizer state on the devices."""
 
 import dataclasses
 import functools
@@ -29,7 +29,7 @@ def test_state_on_the_host_makes_the_same_updates(tiny, mesh, lora, param_dtype)
     case = dataclasses.replace(tiny(mesh, lora=lora, learning_rate=1e-2, max_grad_norm=0.5), param_dtype=param_dtype)
     hosted = dataclasses.replace(case, optimizer=dataclasses.replace(case.optimizer, on_host=True))
     (here, metrics), (there, same) = _trained(case), _trained(hosted)
-    # CPUs round a product and a sum once or twice, as the compiler joins them.
+    # If the CPU's compiler fuses a product and a sum, they are rounded once instead of twice.
     close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6 if param_dtype == "float32" else 1e-3)
     jax.tree.map(lambda a, b: close(np.asarray(a, np.float32), np.asarray(b, np.float32)), here, there)
     assert {name: float(x) for name, x in metrics.items()} == pytest.approx(jax.tree.map(float, same), rel=1e-4)

@@ -105,7 +105,8 @@ def test_a_number_is_repeated_for_each_micro_batch():
 def test_length_counts_loss_tokens():
     length_B, samples = _samples([5, 2, 7])
     rows = packed_rows(ReferencedRows, place(length_B, PackShape(1, 1, 16)), **samples).rows
-    # Prompts of 2, then 3, 0 and 5 loss tokens; a sequence without loss tokens, and padding, count 1.
+    # After prompts of 2 tokens there are 3, 0 and 5 loss tokens. Tokens of the sequence without loss tokens, and of
+    # padding, have length 1.
     by_row = {3: 5, 1: 2 + (16 - 14), 5: 7}
     values, counts = np.unique(rows.length_BT, return_counts=True)
     assert dict(zip(values.astype(int).tolist(), counts.tolist(), strict=True)) == by_row

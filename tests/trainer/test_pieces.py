@@ -121,8 +121,8 @@ def test_each_sampled_token_lies_in_the_packed_rows_once(pieces, row, shards, wh
 
 
 def test_what_a_tree_of_branches_costs():
-    """There are 4 branches of 512 tokens on a trunk of 2,048: a branch repeats one token, and reads only the trunk and
-    itself."""
+    """There are 4 branches of 512 tokens on a trunk of 2,048 tokens: each further branch repeats one token of the
+    trunk, and a branch reads only the trunk and itself."""
     sampled, given_, size = 1024, 2048, 512
     branch = (given_, size, (1, given_))
     rollouts = made([[(PROMPT, 0), (sampled, sampled + size), *[branch] * 3]])
@@ -146,7 +146,8 @@ def test_pieces_of_a_group_share_what_they_begin_with():
     placement = place_samples(rollouts, np.arange(2), PackShape(1, 1, 64, tree=True))
     np.testing.assert_array_equal(placement.pieces.length_B, [10, 14, 11, 9])
     np.testing.assert_array_equal(placement.parent_B, [-1, 0, 0, 0])
-    np.testing.assert_array_equal(placement.shared_B, [0, 10, 8, 5])  # one token less before the first sampled token
+    # The token before the first sampled token is not shared.
+    np.testing.assert_array_equal(placement.shared_B, [0, 10, 8, 5])
     np.testing.assert_array_equal(placement.segment_B, [1, 2, 3, 4])
     assert placement.packed == 10 + 4 + 3 + 4
     alone = place_samples(rollouts, np.arange(2), PackShape(1, 1, 64))
@@ -154,8 +155,8 @@ def test_pieces_of_a_group_share_what_they_begin_with():
 
 
 def test_a_row_holds_the_longest_piece_and_not_the_sum():
-    """Contexts of 14 tokens that add up to 44 lie in rows of 16; the error of a loss over whole samples names its
-    need."""
+    """Pieces of at most 14 tokens lie in rows of 16, although a sample has 44. A loss over whole samples is refused,
+    and the error names the 44 tokens."""
     rollouts = made([[(PROMPT, 5), (8, 6), (8, 6), (4, 4)]] * 2)
     placement = place_samples(rollouts, np.arange(2), PackShape(4, 2, 16))
     assert placement.packed == 2 * 44 and len(placement.row_B) == 8

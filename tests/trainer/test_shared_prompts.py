@@ -23,7 +23,11 @@ SAME = 2e-6 if np.dtype(np.float32).itemsize == 4 else 1e-12
 
 
 def groups(prompts, completions, vocabulary=40, seed=0):
-    """Draws groups: (lengths, shared prefixes, sample-layout arrays), with completions for each prompt length."""
+    """Draws a group for each prompt length, with completions of the given lengths.
+
+    Returns:
+      (lengths, shared prefixes, arrays in the sample layout).
+    """
     rng = np.random.default_rng(seed)
     length_P = np.array(prompts)
     prompt_B = np.repeat(length_P, [len(c) for c in completions])
@@ -90,21 +94,22 @@ def test_every_token_is_packed_and_comes_back(drawn, row, shards):
 
 
 def test_a_group_is_split_where_that_saves_more_padding_than_its_prompt_costs():
-    """By hand: a group has 4 + 4 x 5 = 24 tokens; two groups fill rows of 40 with one prompt packed twice."""
+    """By hand: a group has 4 + 4 x 5 = 24 tokens. Two groups fit into two rows of 40 if one prompt is packed twice."""
     length_B, alike, samples = groups([5, 5], [[4] * 4, [4] * 4])
     placement = place(length_B, PackShape(1, 3, 40, shared=True), alike)
     assert placement.micro_batches == 1
     assert placement.packed == 2 * 24 + 4
     assert len(np.unique(placement.row_B)) == 2
-    whole = place(length_B, PackShape(1, 3, 28, shared=True), alike)  # 4 places are left: no room for another prompt
+    # Each row has 4 places left: too few for a prompt and a sample.
+    whole = place(length_B, PackShape(1, 3, 28, shared=True), alike)
     assert whole.packed == 2 * 24
     layout = whole.layout(samples["tokens_BT"])
     assert layout.last_BT.max() == 5 and set(layout.segment_BT[layout.last_BT > layout.segment_BT]) == {1}
 
 
 def test_nothing_is_shared_where_that_needs_more_rows():
-    """Without sharing, 10 + 6 tokens fill a row, twice. Sharing puts the two samples of 6 together, so each of 10 needs
-    a row."""
+    """Without sharing, two rows are filled by 10 + 6 tokens each. Sharing puts the two samples of 6 tokens into one
+    row, so each sample of 10 tokens needs a row of its own."""
     length_B, alike, samples = groups([2, 5], [[8, 8], [1, 1]])
     sharing = place(length_B, PackShape(1, 3, 16, shared=True), alike)
     assert len(np.unique(sharing.row_B)) == 3 and sharing.packed == 10 + 10 + 4 + 2 + 2
@@ -130,7 +135,7 @@ def test_samples_that_do_not_begin_alike_are_refused():
     np.testing.assert_array_equal(shared.length_B, [4, 4, 2, 4])
 
 
-# Prompts: longer than the window of 6, of one token, and with a single sample; one completion has no tokens.
+# Two prompts are longer than the window of 6, one has one token, and one has a single sample; one completion is empty.
 CASE = groups([9, 1, 11, 4], [[5, 8, 2, 10], [6, 3], [7], [12, 0, 4]])
 
 

@@ -9,7 +9,7 @@ from podrl.algorithms.policy_loss import KLLossSettings, PolicyLoss
 from podrl.trainer.objective import CrossEntropy, SupervisedRows
 
 # The model has 4 query heads and 2 key heads. The first mesh exchanges heads, the second repeats key heads, and the
-# third does both with heads that are cut; the last two gather keys.
+# third does both with heads that are split over the tensor axis. The last two meshes gather keys.
 MESHES = ["seq=2", "fsdp=2,seq=4", "data=2,seq=2,tensor=2", "seq=8", "seq=4,tensor=2"]
 
 

@@ -28,7 +28,7 @@ def some_values(shape, dtype, seed):
 
 @st.composite
 def meshes(draw, first=0, last=8):
-    """Draws a mesh over a run of the devices from `first` to `last`."""
+    """Draws a mesh over successive devices, all of them with numbers from `first` to `last` - 1."""
     # Sizes of data, expert, fsdp, seq, tensor.
     every = [
         (1, 1, 1, 1, 1),

@@ -128,7 +128,7 @@ def test_two_processes(tmp_path):
 
 
 def collective_bytes(hlo):
-    """Counts bytes that the collective-permutes of a compiled program send, all pairs."""
+    """Counts the bytes that the collective-permutes of a compiled program send, summed over all pairs of devices."""
     total = 0
     for line in hlo.splitlines():
         shape = re.search(r"= \(?(u8|u16|u32)\[(\d+)\].* collective-permute(?:-start)?\(", line)

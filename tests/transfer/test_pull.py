@@ -53,7 +53,10 @@ def wanted(spec="data=2,tensor=2", count=4):
 
 @pytest.fixture(scope="module")
 def asks():
-    """Returns a function that makes a way to ask a server, over a channel between two endpoints."""
+    """Returns a function that takes a server and returns the function by which a receiver sends requests to it.
+
+    The requests go over a channel between two endpoints.
+    """
     served, asking = Channel("trainer", secret="s3cret"), Channel("rollout", secret="s3cret", threads=2)
     numbers = itertools.count()
 
@@ -144,7 +147,7 @@ def test_nothing_compiles_after_the_first_version_and_every_weight_is_read_once(
         policy = receiver.receive(2)
     monkeypatch.undo()
     assert not [r.message for r in caplog.records if "ompil" in r.message]
-    # The host reads the checksums of four devices, and every box once: bytes of another cluster go through the host.
+    # The host reads the checksums of four devices, and every box once, because bytes for another cluster go through it.
     sums = (4, len(SHAPES))
     assert reads.count(sums) == 2
     assert sum(math.prod(shape) for shape in reads if shape != sums) == sum(map(math.prod, SHAPES.values()))
@@ -168,7 +171,7 @@ def test_versions_are_waited_for_kept_and_gone(asks):
     assert receiver.receive(None).version == 3
     with pytest.raises(VersionGoneError, match="holds versions 2, 3 of 'all', not 1"):
         receiver.receive(1)
-    for version in (1, 3):  # or a newer version
+    for version in (1, 3):  # version 3 will do for version 1, too
         receiver.await_version(version)
     for late in (hasty.receive, hasty.await_version):
         with pytest.raises(TransferTimeoutError, match=r"did not offer version 4 of 'all' .* it holds 2, 3"):
@@ -230,7 +233,7 @@ def test_a_version_somebody_is_pulling_stays(asks):
 
     def ask_and_offer(process, request):
         if asked.append(request["op"]) or asked.count("bucket") == 6:
-            tree.offer(trainer(2)[1], 2)  # the first has arrived: four are in flight
+            tree.offer(trainer(2)[1], 2)  # the first bucket has arrived, the next four are in flight
         return ask(process, request)
 
     receiver = PullReceiver("all", wanted(), ask_and_offer)
@@ -287,7 +290,7 @@ def test_a_trainer_that_comes_back(asks):
 
 
 def test_a_trainer_that_does_not_answer(asks):
-    """The wait ends for an address without a server, and for weights that may not be read."""
+    """The wait ends if nobody listens at the address, and if the trainer does not accept the receiver's secret."""
     nobody = Channel("nobody", secret="s3cret")
     nobody.close()
     stranger = Channel("stranger", secret="another")

@@ -51,7 +51,7 @@ def made(path, *, steps, max_steps=12, seed=0, trace="sampled", note=extras):
 
 
 def weighed(experience):
-    """Adds token weights to the trace's record of a step: tokens of high advantage are clipped in half the passes."""
+    """Adds token weights to a step's record in the trace: tokens of high advantage are clipped in half the passes."""
     told = extras(experience)
     advantage_BT = told.columns["advantage"]
     clipped_BT = np.where(advantage_BT >= 16, 0.5, 0.0)

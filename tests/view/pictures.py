@@ -2,8 +2,8 @@
 
     PYTHONPATH=.:tests python tests/view/pictures.py RUN OTHER TOOLS
 
-RUN is the default run, of 60 steps or more; OTHER the same with `log.trace='updates'`, `log.plan` and another learning
-rate; TOOLS a run of two hosts with tools. Without TOOLS the pictures of the timeline stay.
+RUN is the default run with at least 60 steps. OTHER is such a run with `log.trace='updates'`, `log.plan` and another
+learning rate. TOOLS is a run of two hosts with tools; without TOOLS the pictures of the timeline are not replaced.
 """
 
 import base64

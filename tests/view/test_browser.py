@@ -17,7 +17,8 @@ pytestmark = [
     pytest.mark.nightly("podrl/view", "podrl/rundir", "tests/view"),
     pytest.mark.skipif(not CHROMIUM, reason="needs a browser: Debian's package chromium"),
 ]
-# Smallest contrast of a text with its background (WCAG 2.1, 1.4.3), and that text; blends transparent colours.
+# Finds the text with the smallest contrast to its background (WCAG 2.1, 1.4.3): [contrast, text, number of texts].
+# Transparent colours are blended.
 CONTRAST = """(() => {
   const parse = (text) => {
     const n = text.match(/[\\d.]+/g).map(Number);
@@ -224,7 +225,7 @@ def test_tokens_are_coloured_by_their_weight_in_the_update(runs, address, page):
     first, length = int(traced.samples["prompt_length"][0]), int(traced.samples["length"][0])
     own = np.where(traced.tokens["mask"] > 0, traced.tokens["weight"], 0.0)
     weights = own[first:length][traced.tokens["mask"][first:length] > 0]
-    most = np.abs(own[: traced.first[2]]).max()  # for both samples of the group
+    most = np.abs(own[: traced.first[2]]).max()  # over both samples of the group
     assert weights.min() < 0 < weights.max()
     assert f"strongest colour: {most:g}; orange below 0" in page.ask("document.querySelector('.bar').innerText")
     sampled = "[...document.querySelectorAll('.tokens')][0].querySelectorAll('span:not(.given)')"
@@ -256,7 +257,7 @@ def test_a_chart_is_zoomed_by_keyboard(address, page):
 
 
 def test_a_constant_is_a_flat_line_in_the_middle_of_its_axes(address, page):
-    """Smoothing leaves rounding errors, which once filled the axis as a V."""
+    """Smoothing leaves rounding errors, and an axis fitted to these errors would show the constant as a V."""
     page.open(f"{address}/curves?run={WHOLE}&find=actor/lr")
     page.until("(document.querySelector('.plot').ariaLabel || '').includes('no unit 2.5e-6 to 7.5e-6')")
 
@@ -375,7 +376,7 @@ def test_a_run_of_100000_lines_paints_soon_and_scrolls(page, tmp_path):
         for step in range(2, 100_001):
             values = {name: (step * (7919 + 2 * i)) % 1000 / 1000 for i, name in enumerate(names)}
             file.write(json.dumps({"step": step, **values, "time/step": 1.0}) + "\n")
-    for _ in range(3):  # a fresh server each time, as other work on the machine may slow one measurement
+    for _ in range(3):  # a fresh server each time, because other work on the machine may slow one of them
         with served(path) as found:
             whole = page.open(f"{found}/curves")
             paint, (room, *gaps) = page.ask("seen.paint"), page.ask(SCROLL)

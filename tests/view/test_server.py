@@ -234,7 +234,8 @@ def test_what_the_doctor_finds_is_told_and_looked_for_again_after_a_step(tmp_pat
 def test_every_metric_of_the_page_of_metrics_has_its_unit():
     page = (pathlib.Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
     listed = dict(re.findall(r"^- `([^`]+)` \(([^)]*)\)", page, re.MULTILINE))
-    others = {"env/NAME", "kto/loss", "eval/error/NAME", "eval/SET/NAME"}  # units of other quantities
+    # The page gives these names the unit of another quantity.
+    others = {"env/NAME", "kto/loss", "eval/error/NAME", "eval/SET/NAME"}
     assert {name: unit(name) for name in listed} == {n: "" if n in others else of for n, of in listed.items()}
     assert unit("eval/hard/greedy_answer") == unit("eval/hard/sampled_majority") == "share of 1"
     assert unit("eval/hard/records") == "count" and unit("odd") == ""

@@ -163,7 +163,7 @@ def test_a_loop_can_be_ended_from_its_own_thread():
         left.set()
         return []
 
-    loop.soon(loop.end, leave)  # as an object does that the garbage collector deletes there
+    loop.soon(loop.end, leave)  # the garbage collector may call end() on this thread
     until(left.is_set)
     until(lambda: not any(thread.name == "a-loop" for thread in threading.enumerate()))
 
