@@ -70,7 +70,7 @@ class Engine:
       read_shape: sizes of a shard's read list.
       unrolled: True if programs take the weights of each layer as arrays of their own (`unrolls`).
       kernel: True if decoding uses the attention kernel of the mesh's devices.
-      routes: True if the programs record the experts that each token takes.
+      routes: True if the programs record the experts that each token takes: the model has experts.
       several_hosts: True if the mesh has devices of several processes.
       generate: program that decodes `shape.steps` tokens per lane (`_generate`).
       bulk_insert: program that seats samples in lanes and frees lanes (`LaneUpdates`).
@@ -87,7 +87,6 @@ class Engine:
         *,
         several_hosts: bool = False,
         kernel: bool | None = None,
-        routes: bool = False,
     ):
         """Stores the model and the shapes; programs are compiled when they are first used.
 
@@ -100,7 +99,6 @@ class Engine:
             the same order, and every host of a replica can read all results of the replica.
           kernel: True to decode with the attention kernel of the mesh's devices; None uses it where it pays
             (`podrl.engine.page_attention.chosen`).
-          routes: True to record the experts that each token takes; no effect on a model without experts.
         """
         check_decodes(mesh, key="mesh of the engine")
         moe.check_mesh(model, mesh, key="mesh of the engine")
@@ -124,7 +122,7 @@ class Engine:
         self.kernel = all(
             chosen(kernel, alike, mesh, shape.page_tokens, self.read_shape, dtype) for alike in self._attending
         )
-        self.routes = routes and model.experts is not None
+        self.routes = model.experts is not None
         self._rows = NamedSharding(mesh, self._batch_spec())
         self._shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), self._state_specs())
         self.generate = self._program(self._generate, flat_args=1, out=self._emitted_specs())

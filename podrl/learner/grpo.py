@@ -21,12 +21,12 @@ from podrl.algorithms.policy_rows import PolicyRows
 from podrl.cluster.rl_cluster import RLCluster
 from podrl.learner.control import LossKL, RewardKL
 from podrl.learner.mini_batches import MiniBatches, Update
-from podrl.learner.scoring import ReferencedScores, Scores, policy_scores
+from podrl.learner.scoring import ReferencedScores, Scores, differences_by_routes, policy_scores
 from podrl.learner.settings import GRPOConfig, PPOConfig
 from podrl.learner.source_weights import SourceWeights
 from podrl.mappings import Metrics, SavedState
 from podrl.trainer import packing
-from podrl.types import Batch, Experience, Layout, PyTree
+from podrl.types import Batch, Experience, Layout, PyTree, Rollouts
 
 
 class GRPO:
@@ -69,13 +69,6 @@ class GRPO:
         self._scored_first, self._needs_reference = self._reference_use()
         for warning in config.warnings(self.mini_batches.updates):
             log(f"Warning: {warning}")
-        if cluster.actor.model.experts is not None and not cluster.config.rollout().router_replay:
-            log(
-                "Warning: the model has experts, and the trainer chooses each token's experts anew, because "
-                "rollout.router_replay is off. If trainer and sampler choose different experts, log-probabilities "
-                "differ: watch sampler/abs_diff, and set "
-                "sampler_correction='tis'."
-            )
         if self._needs_reference:
             cluster.keep_reference()
         loss = with_old(self._loss, self.old)
@@ -84,6 +77,8 @@ class GRPO:
         self.mini_batches.place(pieces=pieces, by_sample=self._loss.by_sample)
         # For each mini-batch of a step, three numbers of tokens: in its sequences, in its rows, and computed.
         self._packed: list[tuple[int, int, int]] = []
+        routed = cluster.actor.model.experts is not None
+        self._warn_of_routes = log if routed and not cluster.config.rollout().router_replay else None
 
     def _reference_use(self) -> tuple[bool, bool]:
         """Returns (True if the reference scores before `pack`, True if a reference is needed at all)."""
@@ -152,6 +147,7 @@ class GRPO:
     ) -> list[Batch[PolicyRows]]:
         """Packs the mini-batches of one pass, in an order drawn from (seed, step, iteration)."""
         rollouts = experience.rollouts
+        self._compare_routes(step, rollouts)
         loss_mask_BT = self._config.loss_mask(experience)
         reads, batches = self._loss.reads(self._sources.mixed), []
         for chosen in self.mini_batches.split(step, iteration, len(advantage_BT)):
@@ -186,6 +182,20 @@ class GRPO:
                 rows = ObservedRows(rows, placement.scatter(weight_BT[chosen]), scale)
             batches.append(self._placed(rows, update))
         return batches
+
+    def _compare_routes(self, step: int, rollouts: Rollouts) -> None:
+        """Warns, at the first batch of a run without router replay, of what the trainer's own choice changes."""
+        log, self._warn_of_routes = self._warn_of_routes, None
+        if log is None or rollouts.route_BTX is None:  # an engine of the user's may record no routes
+            return
+        updates = self.mini_batches.split(step, 0, len(rollouts.length_B))
+        own, replayed = differences_by_routes(self.cluster, rollouts, self.mini_batches.shape, updates)
+        log(
+            "Warning: rollout.router_replay is off, so the trainer chooses each token's experts anew. In this batch "
+            f"log-probabilities of trainer and sampler differ by {own:.2g} nats on average (sampler/abs_diff). With "
+            f"router replay they would differ by {replayed:.2g}: set rollout.router_replay=True, or bound the "
+            "difference's effect by sampler_correction='tis'."
+        )
 
     def _of_update(self, advantage_BT: np.ndarray, update: Update) -> tuple[np.ndarray, Any]:
         """Returns the weighted advantages of an update's samples, and the weight of each sample's token losses."""

@@ -80,6 +80,7 @@ class MiniBatches:
             pieces=self._pieces,
             by_sample=self._by_sample,
         )
+        shape = dataclasses.replace(shape, routes=cluster.config.rollout().router_replay)
         models = [other.model for other in (cluster.critic, *cluster.teachers) if other is not None]
         return shape.read_by([cluster.model, cluster.actor.reference_model, *models])
 

@@ -104,6 +104,25 @@ def policy_scores(
     return ReferencedScores(old_BT, ref_BT)
 
 
+def differences_by_routes(
+    cluster: RLCluster, rollouts: Rollouts, shape: PackShape, mini_batches: list[np.ndarray]
+) -> tuple[float, float]:
+    """Measures the mean of |trainer's - sampler's log-probability| over the sampled tokens, nats; see `policy_scores`.
+
+    Returns:
+      The mean if the trainer chooses each token's experts, and the mean if it replays the experts of the sampler.
+    """
+
+    def scored(old: str, routes: bool) -> np.ndarray:
+        of = dataclasses.replace(shape, routes=routes)
+        found = policy_scores(cluster, rollouts, of, mini_batches, old=old, reference=lambda _: np.zeros(1))
+        return found.old_logprob_BT[rollouts.mask_BT > 0]
+
+    sampler_n = scored("sampler", False)
+    own, replayed = (float(np.mean(np.abs(scored("trainer", routes) - sampler_n))) for routes in (False, True))
+    return own, replayed
+
+
 def compared(batches: Sequence[Batch[PolicyRows]]) -> list[Metrics]:
     """Measures `mismatch` on batches without an update; their old log-probabilities are the trainer's.
 

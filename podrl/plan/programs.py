@@ -408,5 +408,5 @@ def _engine(setting: Setting, mesh: Mesh) -> Engine:
     shards, recurrent = batch_shards(mesh), setting.rollout_model.recurrent
     shape = engine_shape(setting.job.rollout, shards, recurrent=recurrent)
     several_hosts, kernel = spreads_copies(mesh), setting.job.rollout.page_kernel
-    model, dtype, routes = setting.rollout_model, setting.rollout_dtype(), setting.job.rollout.router_replay
-    return Engine(model, mesh, shape, dtype, several_hosts=several_hosts, kernel=kernel, routes=routes)
+    model, dtype = setting.rollout_model, setting.rollout_dtype()
+    return Engine(model, mesh, shape, dtype, several_hosts=several_hosts, kernel=kernel)

@@ -375,7 +375,7 @@ class RolloutWorker:
             mode,
             step if mode == "train" else version,
             self._lengths.expected(prompts, keys_PG2) if mode == "eval" else {},
-            moe.route_bytes(self.model) if mode == "train" and self.config.router_replay else 0,
+            moe.route_bytes(self.model) if mode == "train" else 0,
         )
 
     def _run(
@@ -459,8 +459,7 @@ class RolloutWorker:
         if self._engine is None:
             dtype = jnp.dtype(self.config.data_type or params["embed"].dtype)
             kernel, several_hosts = self.config.page_kernel, self.several_hosts
-            of = {"several_hosts": several_hosts, "kernel": kernel, "routes": self.config.router_replay}
-            engine = Engine(self.model, self.mesh, self._shape, dtype, **of)
+            engine = Engine(self.model, self.mesh, self._shape, dtype, several_hosts=several_hosts, kernel=kernel)
             check_memory(engine.pool_bytes, self.mesh, self.config, self._shape)
             self._engine = engine
         return self._engine

@@ -36,6 +36,7 @@ class PackShape:
       whole: True if all pieces of a sample lie in one row, for a loss with terms over whole samples; layouts then
         number the samples of a row.
       tree: True if pieces of a group share all first tokens that they have in common, and not only the prompt.
+      routes: True if rows carry the experts that the sampler recorded.
     """
 
     micro_batches: int
@@ -45,6 +46,7 @@ class PackShape:
     shared: bool = False
     whole: bool = False
     tree: bool = False
+    routes: bool = True
 
     @staticmethod
     def for_worst_case(

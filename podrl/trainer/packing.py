@@ -224,13 +224,13 @@ class Placement:
         return at_B - np.searchsorted(key_Y, slot_B * self.pieces.samples) + 1
 
     def replayed(self, rollouts: Rollouts, chosen_n: Int[np.ndarray, " n"]) -> Layout:
-        """Packs the samples at `chosen_n` as `layout` does, with the routes that the sampler recorded.
+        """Packs the samples at `chosen_n` as `layout` does, with the recorded routes if the shape has routes.
 
         A token that sequences share has the routes of the sequence to which it belongs; a prompt has the routes of one
         sample.
         """
         layout = self.layout(rollouts.tokens_BT[chosen_n])
-        if rollouts.route_BTX is None:
+        if rollouts.route_BTX is None or not self.shape.routes:
             return layout
         dims = (self.shape.micro_batches, self.shape.rows, self.shape.tokens, rollouts.route_BTX.shape[2])
         route_ABTX: Any = np.zeros(dims, np.uint8)

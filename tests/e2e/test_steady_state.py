@@ -52,7 +52,7 @@ LONG = [f"Ana buys {n} books and {n + 1} pens. " + "Then she loses 2 pens. " * 3
 PROMPTS = [*SHORT, *LONG, *SHORT[:2], *LONG[:2], *LONG, *SHORT]
 
 
-# If a program is compiled late, this code asks for it; a change of the code runs further cases.
+# The code named here asks for the programs. A landing that changes it also runs the cases with this mark.
 UPDATES = pytest.mark.nightly("podrl/trainer", "podrl/cluster", "podrl/learner/grpo.py", "podrl/engine/engine.py")
 
 

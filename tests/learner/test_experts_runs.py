@@ -1,6 +1,7 @@
 """Runs of a model with experts, made as the launcher makes them: all parameters, and adapters."""
 
 import json
+import re
 import shutil
 
 import jax
@@ -113,7 +114,7 @@ def test_grpo_learns_on_the_probabilities_of_the_sampler(lora, directory, tmp_pa
         run(directory, tmp_path / "run", "grpo_gemma.py", **fields)
         again = read_state(tmp_path / "run" / "checkpoints", 2)[1]["params"]
         jax.tree.map(np.testing.assert_array_equal, again, ended)
-    assert "Warning: the model has experts" not in " ".join(capfd.readouterr().out.split())
+    assert "rollout.router_replay is off" not in " ".join(capfd.readouterr().out.split())
 
 
 @FAMILIES
@@ -168,7 +169,11 @@ def test_weights_that_are_behind_route_otherwise_and_a_reference_by_itself(direc
     fields["trainer"] |= {"max_steps": 1, "eval_every_n_steps": 1}
     records = run(directory, tmp_path / "off", "grpo_gemma.py", **fields)
     assert not [name for name in records[0] if name.startswith("moe/")]
-    assert "Warning: the model has experts" in " ".join(capfd.readouterr().out.split())
+    said = " ".join(capfd.readouterr().out.split())
+    own, replayed = re.search(
+        r"differ by (\S+) nats on average .*router replay they would differ by (\S+):", said
+    ).groups()
+    assert 0 < float(replayed) <= float(own) == pytest.approx(records[0]["sampler/abs_diff"], rel=0.1)
 
 
 def test_a_dry_run_states_what_recorded_routes_take(directory):

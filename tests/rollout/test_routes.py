@@ -228,15 +228,10 @@ def test_routes_of_windows_are_those_of_the_last_version_and_survive_a_kill(rout
     assert any((rollouts.version_BT.max(axis=1) > 0).any() for rollouts in found) and len(found[0].stop_B) == 3 * G
 
 
-def test_evaluations_and_workers_without_replay_record_none(routed, worker, tight_config, prompts_of):
+def test_evaluations_record_none(routed, worker, prompts_of):
     policy = Policy(routed.params, 7)
     asked = {"group_size": 2, "step": 3, "sampling": Sampling(max_new=6)}
     assert worker.generate(policy, prompts_of([5]), mode="eval", **asked).route_BTX is None
-    off = routed.worker(dataclasses.replace(tight_config, router_replay=False), warm=False)
-    rollouts = off.generate(policy, prompts_of([5]), **asked)
-    assert rollouts.route_BTX is None and off._engine is not None
-    assert off._engine.pool_bytes < worker._engine.pool_bytes
-    np.testing.assert_array_equal(rollouts.tokens_BT, worker.generate(policy, prompts_of([5]), **asked).tokens_BT)
 
 
 @FORMS
