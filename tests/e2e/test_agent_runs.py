@@ -9,6 +9,8 @@ import pytest
 from processes import comparable, job, run, same_end, same_weights, samples
 from test_pods import process
 
+from podrl.learner.run_environments import ERRORS
+
 pytest.importorskip("httptools", reason="needs the extra [agents]")
 pytestmark = pytest.mark.e2e
 SHORT = (
@@ -88,3 +90,39 @@ def test_a_program_of_a_rollout_host_that_is_lost_in_mid_step_leaves_no_trace(tm
     solved = collections.Counter((folder["lost"] / "solved").read_text().split())
     assert len(solved) == 32 and len(again := {sample for sample, times in solved.items() if times > 1}) == 2
     assert all(sample.endswith(".1") for sample in again)
+
+
+# Solves sums, and fails for the samples whose number is in FAILING.
+_FAILS = """
+import sys
+
+from podrl import agent
+from podrl.environments import sums_agent
+
+
+def solve(task):
+    result = sums_agent.solve(task)
+    if task["sample"] in FAILING:
+        print("the reason is here", file=sys.stderr)
+        raise RuntimeError("broken")
+    return result
+
+
+agent.serve(solve)
+"""
+
+
+@pytest.mark.nightly("podrl/environments/programs.py", "podrl/rollout/episodes.py", "podrl/learner/rollouts.py")
+def test_a_program_that_always_fails_ends_the_job_and_one_that_fails_at_times_is_trained(tmp_path):
+    failing = ("--config.env.program=python agent.py", "--config.trainer.max_steps=2", "--config.eval.problems=0")
+    for name, samples_ in (("always", range(8)), ("at times", [3])):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "agent.py").write_text(_FAILS.replace("FAILING", str([*samples_])))
+    always = run(tmp_path / "always" / "run", *failing, base=SHORT, code=1)
+    assert "env.failed_share=0.2" in always.stderr and "RuntimeError: broken" in always.stderr
+    assert not any("time/step" in record for record in always.records())
+    (log,) = (always.workdir / ERRORS).iterdir()
+    assert "the reason is here" in log.read_text()
+    steps = [r for r in run(tmp_path / "at times" / "run", *failing, base=SHORT).records() if "time/step" in r]
+    assert [step["env/failed/agent"] for step in steps] == [0.125, 0.125]
+    assert any(step["actor/grad_norm"] > 0 for step in steps)
