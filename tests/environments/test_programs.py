@@ -152,6 +152,17 @@ def refused(task):
     for name, value in [("n", 2), ("logit_bias", {"5": 1}), ("top_logprobs", 2), ("stop_token_ids", many)]:
         assert ask([USER], **{name: value})["error"]["param"] == name, name
     assert "below" in ask([], path="/v1/completions", prompt=[10**6])["error"]["message"]
+    image = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}]}
+    for messages, headers, code in [
+        ([image], {}, "unsupported_parameter"),
+        ([USER], {"Authorization": "Bearer podrl-dead"}, "invalid_api_key"),
+        ([{"role": "user", "content": "x" * (64 << 20)}], {}, "request_too_large"),
+    ]:
+        assert ask(messages, headers=headers)["error"]["code"] == code
+    ask([USER])
+
+
+def asks_once(task):
     ask([USER])
 
 
@@ -518,8 +529,12 @@ def test_a_retry_joins_the_request_that_is_open_or_answered(play):
         assert metrics_of(rollouts, b).items() >= wanted.items()
 
 
-def test_what_training_cannot_honour_is_refused_by_name(play):
-    assert not any(metrics_of(play("refused"), b)["failed/agent"] for b in range(4))
+def test_what_training_cannot_honour_is_refused_by_name_and_changes_no_row(play):
+    refused, plain = play("refused"), play("asks_once")
+    for b in range(4):
+        assert metrics_of(refused, b)["failed/agent"] == metrics_of(refused, b)["chat_forks"] == 0.0
+    for name in ROW:
+        np.testing.assert_array_equal(getattr(refused, name), getattr(plain, name))
 
 
 @pytest.mark.parametrize(
