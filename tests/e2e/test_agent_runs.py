@@ -126,3 +126,25 @@ def test_a_program_that_always_fails_ends_the_job_and_one_that_fails_at_times_is
     steps = [r for r in run(tmp_path / "at times" / "run", *failing, base=SHORT).records() if "time/step" in r]
     assert [step["env/failed/agent"] for step in steps] == [0.125, 0.125]
     assert any(step["actor/grad_norm"] > 0 for step in steps)
+
+
+BY_HEART = {"path": "sums", "name": "by_heart", "env": "none", "system_prompt": "By heart."}
+MIXED = (f"--config.data.sources={({'path': 'sums'}, BY_HEART)!r}", "--config.env.others=('none',)")
+
+
+@pytest.mark.nightly("podrl/environments/host.py", "podrl/rollout/episodes.py", "podrl/learner/ppo.py")
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "how", [("--config.model.lora.rank=4", *MIXED), ("--config.algorithm=ppo", "--config.ppo.beta=0.0")]
+)
+def test_a_program_is_trained_with_adapters_in_a_mixture_and_with_a_critic(how, tmp_path):
+    few = ("--config.trainer.max_steps=2", "--config.trainer.eval_every_n_steps=0", "--config.checkpoint.every=2")
+    done = run(tmp_path / "run", base=(*SHORT, *few, *how))
+    steps = [record for record in done.records() if "actor/grad_norm" in record]
+    assert len(steps) == 2 and all(step["actor/grad_norm"] > 0 for step in steps)
+    assert all(step["sampler/abs_diff"] < 1e-5 for step in steps)
+    trained = [sample for sample in samples(done.workdir) if "reward" in sample]
+    mixed = how[1:] == MIXED
+    assert {"By heart." in sample["prompt"] for sample in trained} == ({True, False} if mixed else {False})
+    answered = [sample for sample in trained if any(turn["by"] == "environment" for turn in sample["turns"])]
+    assert answered and not any("By heart." in sample["prompt"] for sample in answered)
