@@ -61,6 +61,7 @@ class Journal:
         """
         self._store, self.exact = store, exact
         self._known: dict[str, Records] = {}
+        self._reading = asyncio.Lock()  # held while the store is read, so that no sample looks into records out of date
         self._old: set[str] = set()  # names of steps that must be read again, as other processes may have added records
         self._shed: set[str] = set()  # names of steps with records that were added to the store but not to `_known`
         self._warned = not exact
@@ -77,11 +78,16 @@ class Journal:
           The answer; None if there is no record of this number with the same description.
         """
         name = _name(task)
-        stale = name in self._old or (number == NUMBER and name in self._shed)
-        if (known := self._known.get(name)) is None or stale:
-            self._old.discard(name)
-            self._shed.discard(name)
-            known = self._known[name] = {**await self._store.read(name), **self._known.get(name, {})}
+        async with self._reading:
+            stale = name in self._old or (number == NUMBER and name in self._shed)
+            if (known := self._known.get(name)) is None or stale:
+                self._old.discard(name)
+                self._shed.discard(name)
+                try:
+                    known = self._known[name] = {**await self._store.read(name), **self._known.get(name, {})}
+                except BaseException:  # a cancelled sample must not take the reading from the others
+                    self._old.add(name)
+                    raise
         found = known.get((task.index, task.sample, number))
         if found is None or found["request"] == _hash(description):
             return None if found is None else found["answer"]

@@ -85,6 +85,12 @@ class Player:
         try:
             runtime = fit.resolve_runtime_config(agent.runtime, task)
             fit.validate_pairing(self.env._harnesses[name], type(task), runtime)
+            harbor = sys.modules.get("verifiers.v1.tasksets.harbor")  # loaded if there are tasks of Harbor
+            if harbor and isinstance(task, harbor.HarborTask) and runtime.type == "subprocess":
+                raise ValueError(
+                    "all episodes of a machine would share /app, /logs and /tests, where tasks of Harbor keep the "
+                    'work, the reward and the tests: give the agent a runtime, such as {"type": "docker"}'
+                )
         except ValueError as error:
             raise UnfitError(f"task {task.data.idx} cannot be run as --env says: {error}") from error
 

@@ -84,6 +84,31 @@ def test_a_host_that_takes_samples_over_looks_for_their_answers_again(pods, file
     assert find(journal, 0, "sky") == {"text": "blue"} and find(journal, 0, "sea", other) == {"text": "green"}
 
 
+def test_samples_that_are_taken_over_together_all_find_their_answers(pods, files):
+    """All of them wait for one reading of the store, even if the sample that asked for the reading is cancelled."""
+    journal, other = at(pods[1]), Task("p", step=7, index=3, sample=0)
+    assert find(journal, 0, "sky") is None
+    for number in range(8):
+        add(at(pods[2]), number, "sky", {"text": "blue"})
+    reads, read = [], journal._store.read
+
+    async def counted(name):
+        reads.append(name)
+        return await read(name)
+
+    async def several():
+        cancelled = asyncio.create_task(journal.find(other, 0, "sea"))
+        while not reads:
+            await asyncio.sleep(0)
+        found = [asyncio.create_task(journal.find(TASK, number, "sky")) for number in range(8)]
+        cancelled.cancel()
+        return await asyncio.gather(*found)
+
+    journal._store.read = counted
+    journal.read_again()
+    assert asyncio.run(several()) == [{"text": "blue"}] * 8 and len(reads) == 2
+
+
 def test_another_request_is_not_answered_and_warned_of_once(pods, files, caplog):
     for number in range(2):
         add(at(pods[1]), number, "sky", {"text": "blue"})

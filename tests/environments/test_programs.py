@@ -2,6 +2,7 @@
 counted."""
 
 import asyncio
+import dataclasses
 import itertools
 import json
 import pathlib
@@ -26,6 +27,10 @@ from podrl.job.config import parse
 from podrl.launch import find_config, load_config
 from podrl.rollout.episodes import EnvironmentClient
 from podrl.rollout.integrity import faults
+from podrl.trainer.pack_shape import PackShape
+from podrl.trainer.packing import place_samples
+from podrl.trainer.state import put_batch
+from podrl.trainer.step import make_logprob_fn
 from podrl.types import STOP_DEADLINE, STOP_LENGTH, BatchError, Prompts
 from podrl.workers.user_code import Limits
 
@@ -113,6 +118,18 @@ def delegates(task):
     return 1.0
 
 
+def crowds(task):
+    # Three agents of a sample ask at once; the test reads what each of them got.
+    asked = [[USER], [SURE], [{"role": "user", "content": f"Number {task['sample']}"}]]
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        bodies = [*pool.map(lambda said: ask(said, return_token_ids=True, logprobs=True), asked)]
+    for body in bodies:
+        choice = body["choices"][0]
+        logprobs = [one["logprob"] for one in choice["logprobs"]["content"]]
+        with open("ASKED", "a") as file:
+            file.write(json.dumps([task["sample"], body["prompt_token_ids"], choice["token_ids"], logprobs]) + "\\n")
+
+
 def rewards(task):
     first, other = ask([USER]), ask([SURE])
     last = ask([USER, says(first), SURE])
@@ -135,6 +152,17 @@ def refused(task):
     for name, value in [("n", 2), ("logit_bias", {"5": 1}), ("top_logprobs", 2), ("stop_token_ids", many)]:
         assert ask([USER], **{name: value})["error"]["param"] == name, name
     assert "below" in ask([], path="/v1/completions", prompt=[10**6])["error"]["message"]
+    image = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}]}
+    for messages, headers, code in [
+        ([image], {}, "unsupported_parameter"),
+        ([USER], {"Authorization": "Bearer podrl-dead"}, "invalid_api_key"),
+        ([{"role": "user", "content": "x" * (64 << 20)}], {}, "request_too_large"),
+    ]:
+        assert ask(messages, headers=headers)["error"]["code"] == code
+    ask([USER])
+
+
+def asks_once(task):
     ask([USER])
 
 
@@ -250,7 +278,7 @@ def serving():
 
 @pytest.fixture
 def play(serving, tmp_path, monkeypatch):
-    """Plays four samples of an agent program."""
+    """Plays the samples of an agent program."""
     monkeypatch.setenv("PYTHONPATH", str(pathlib.Path(serve.__file__).parent.parent))
     (tmp_path / "agent.py").write_text(AGENT.replace("PIDS", f"{tmp_path}/pids").replace("ASKED", f"{tmp_path}/asked"))
 
@@ -262,6 +290,7 @@ def play(serving, tmp_path, monkeypatch):
         temperature=1.0,
         response=100,
         windows=(None,),
+        group_size=4,
         **settings,
     ):
         tokens_P = np.asarray([serving._tokenizer.encode(ASKED, start=True)], np.int32)
@@ -273,7 +302,7 @@ def play(serving, tmp_path, monkeypatch):
             worker.env_client = EnvironmentClient(host, Dialogue(serving._tokenizer), failed_share=failed_share)
             try:
                 player = worker.player(
-                    prompts, group_size=4, step=1, sampling=Sampling(max_new=response, temperature=temperature)
+                    prompts, group_size=group_size, step=1, sampling=Sampling(max_new=response, temperature=temperature)
                 )
                 for quantum in windows:
                     for _ in worker.advance(policy, [(player, quantum)]):
@@ -405,6 +434,41 @@ def test_sub_agents_that_work_at_once_are_pieces_of_one_sample(play, tmp_path):
         assert rollouts.turn_reward_BT[b].sum() == 1.0
 
 
+@pytest.mark.nightly("podrl/rollout", "podrl/trainer/packing.py", "podrl/environments/front_worker.py")
+def test_requests_of_256_episodes_that_ask_three_at_once_are_in_the_rows_and_the_trainer_computes_their_numbers(
+    play, serving, tmp_path
+):
+    """Sampler and trainer agree on all tokens, and only because the trainer separates the pieces."""
+    rollouts = play("crowds", response=140, failed_share=0.0, group_size=256, processes=8)
+    assert not faults(rollouts, step=1, max_staleness=1)
+    answers = [json.loads(line) for line in (tmp_path / "asked").read_text().splitlines()]
+    assert len(answers) == 3 * 256
+    for b in range(256):
+        in_row = []
+        for k in range(rollouts.piece_BT[b].max() + 1):
+            in_T = (rollouts.piece_BT[b] == k) & (np.arange(rollouts.tokens_BT.shape[1]) < rollouts.length_B[b])
+            if not rollouts.mask_BT[b][in_T].any():
+                continue  # the data's prompt, if another request came first
+            given = int(rollouts.mask_BT[b][in_T].argmax())
+            assert (rollouts.mask_BT[b][in_T] == (np.arange(in_T.sum()) >= given)).all()
+            tokens, logprobs = rollouts.tokens_BT[b][in_T].tolist(), rollouts.raw_logprob_BT[b][in_T].tolist()
+            in_row.append([b, tokens[:given], tokens[given:], logprobs[given:]])
+        assert sorted(in_row) == sorted(answer for answer in answers if answer[0] == b)
+
+    def differences(rollouts):
+        B, T = rollouts.tokens_BT.shape
+        shape = PackShape.for_worst_case(B, T, max_tokens_per_row=512, rows_per_micro_batch=8, shards=1)
+        placement = place_samples(rollouts, np.arange(B), shape)
+        batch = put_batch(placement.batch(placement.replayed(rollouts, np.arange(B))), worker.mesh)
+        logprob_BT = placement.unpack(np.asarray(compute(serving._policy.params, batch)), T)
+        return np.abs(logprob_BT - rollouts.raw_logprob_BT)[rollouts.mask_BT > 0].mean()
+
+    worker = serving._worker
+    compute = make_logprob_fn(worker.model, worker.mesh)
+    assert differences(rollouts) < 1e-5
+    assert differences(dataclasses.replace(rollouts, piece_BT=np.zeros_like(rollouts.piece_BT))) > 0.1
+
+
 def test_requests_that_open_a_branch_are_counted_by_their_reason_and_twins_draw_the_same_in_every_run(play):
     one, two = play("twins", response=140), play("twins", response=140, workers=2)
     for b in range(4):
@@ -465,8 +529,12 @@ def test_a_retry_joins_the_request_that_is_open_or_answered(play):
         assert metrics_of(rollouts, b).items() >= wanted.items()
 
 
-def test_what_training_cannot_honour_is_refused_by_name(play):
-    assert not any(metrics_of(play("refused"), b)["failed/agent"] for b in range(4))
+def test_what_training_cannot_honour_is_refused_by_name_and_changes_no_row(play):
+    refused, plain = play("refused"), play("asks_once")
+    for b in range(4):
+        assert metrics_of(refused, b)["failed/agent"] == metrics_of(refused, b)["chat_forks"] == 0.0
+    for name in ROW:
+        np.testing.assert_array_equal(getattr(refused, name), getattr(plain, name))
 
 
 @pytest.mark.parametrize(

@@ -163,3 +163,50 @@ def test_an_agent_of_pydantic_ai_uses_its_tool(front):
             return (await agent.run("What is 4+5?")).output
 
     assert asyncio.run(run()) == "It is 9."
+
+
+@pytest.mark.filterwarnings("ignore:Item:UserWarning")  # of litellm's own classes
+def test_litellm_gets_calls_and_streams(front, monkeypatch):
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else its import downloads a list of prices
+    litellm = pytest.importorskip("litellm", reason="needs package litellm")
+    import openai
+
+    given = {"model": "openai/policy", "api_base": front.address, "api_key": front.key, "max_retries": 0}
+    tools = [{"type": "function", "function": {"parameters": SCHEMA, **DESCRIBED}}]
+    messages = [{"role": "user", "content": "What is 4+5?"}]
+    said = litellm.completion(messages=messages, tools=tools, **given).choices[0].message
+    (call,) = said.tool_calls
+    assert (call.function.name, call.function.arguments) == ("calculator", '{"query": "4+5"}')
+    messages += [said, {"role": "tool", "tool_call_id": call.id, "content": "9"}]
+    assert litellm.completion(messages=messages, tools=tools, **given).choices[0].message.content == "It is 9."
+    parts = litellm.completion(messages=messages[:1], stream=True, **given)
+    assert "".join(part.choices[0].delta.content or "" for part in parts) == "Hello."
+    with pytest.raises(litellm.BadRequestError, match="response_format"):
+        litellm.completion(messages=messages[:1], response_format={"type": "json_object"}, **given)
+    for client in litellm.in_memory_llm_clients_cache.cache_dict.values():
+        if isinstance(client, openai.OpenAI):  # it would be closed with a warning, in a later test
+            client.close()
+
+
+def test_an_agent_of_langgraph_uses_its_tool(front):
+    graph = pytest.importorskip("langgraph.graph", reason="needs package langgraph")
+    langchain_openai = pytest.importorskip("langchain_openai", reason="needs package langchain-openai")
+    from langgraph.prebuilt import ToolNode, tools_condition
+
+    def calculator(query: str) -> str:
+        """Adds."""
+        return str(sum(map(int, query.split("+"))))
+
+    given = {"model": "policy", "base_url": front.address, "api_key": front.key}
+    model = langchain_openai.ChatOpenAI(**given, stream_chunk_timeout=None, max_retries=0).bind_tools([calculator])
+    made = graph.StateGraph(graph.MessagesState)
+    made.add_node("model", lambda state: {"messages": [model.invoke(state["messages"])]})
+    made.add_node("tools", ToolNode([calculator]))
+    made.add_edge(graph.START, "model")
+    made.add_conditional_edges("model", tools_condition)
+    made.add_edge("tools", "model")
+    agent = made.compile()
+    asked = {"messages": [{"role": "user", "content": "What is 4+5?"}]}
+    assert agent.invoke(asked)["messages"][-1].content == "It is 9."
+    parts = [part for part, _ in agent.stream(asked, stream_mode="messages") if part.type == "AIMessageChunk"]
+    assert "".join(part.content for part in parts) == "It is 9." and any(part.tool_calls for part in parts)

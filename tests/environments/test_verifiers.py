@@ -175,6 +175,9 @@ def test_a_harness_that_needs_a_container_is_refused_when_records_are_written(tm
         verifiers.write("podrl-sums", str(PYTHON), tmp_path / "tasks.jsonl", env, None)
     env["agent"]["runtime"] = {"type": "docker"}
     assert verifiers.write("podrl-sums", str(PYTHON), tmp_path / "tasks.jsonl", env, None) == 3
+    env = {"taskset": {"harbor": True}}
+    with pytest.raises(ValueError, match=r"^podrl-sums: task 0 .* episodes .* would share /app, .*docker"):
+        verifiers.write("podrl-sums", str(PYTHON), tmp_path / "tasks.jsonl", env, None)
 
 
 @real

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import shutil
 import threading
 
 import jax
@@ -14,6 +15,7 @@ from podrl import serve
 from podrl.environments.front import FrontSettings
 from podrl.environments.wire import chat, completions, generate, reward
 from podrl.environments.wire.requests import Answer, AnswerPart, RefusedRequest
+from podrl.storage import hub
 from podrl.workers.user_code import Limits
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -35,6 +37,25 @@ def serving():
     assert context == 160
     yield serving
     serving.close()
+
+
+def test_history_append_goes_on_where_a_template_drops_thoughts(tmp_path):
+    """The option --history reaches the encoder of conversations; the template drops thoughts as Qwen3's does."""
+    shutil.copytree(hub.local("tiny_tools"), tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "tokenizer_config.json").read_text())
+    forgets = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content if loop.last or m.role == 'user' else "
+    forgets += "m.content.split('</think>')[-1] }}<eos>{% endfor %}{% if add_generation_prompt %}model: {% endif %}"
+    (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": forgets}))
+    arguments = [f"--model={tmp_path / 'model'}", "--lanes=8", "--context=160", "--history=append"]
+    serving, _ = serve._load(serve._parser().parse_args(arguments), jax.devices()[:1])
+    try:
+        said = {"role": "assistant", "content": "<think>1</think>2"}
+        known = [*serving.histories.encode(user("1 + 1?"), []), *serving._tokenizer.encode("<think>1</think>2<eos>")]
+        serving.histories.remember(user("1 + 1?"), [], [(said, known)])
+        prompt = answer(serving, chat, messages=[*user("1 + 1?"), said, *user("And?")], max_tokens=1).prompt_ids
+        assert prompt[: len(known)] == known
+    finally:
+        serving.close()
 
 
 def add(serving, dialect, **body):

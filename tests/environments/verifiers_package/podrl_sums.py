@@ -6,6 +6,7 @@ import verifiers.v1 as vf
 from openai import AsyncOpenAI
 from verifiers.v1.harnesses.null import NullHarness, NullHarnessConfig
 from verifiers.v1.runtimes import ProgramResult
+from verifiers.v1.tasksets.harbor import HarborData, HarborTask
 
 __all__ = ["Asks", "Sums"]
 
@@ -24,11 +25,14 @@ class Sum(vf.Task[Data]):
 class SumsConfig(vf.TasksetConfig):
     largest: int = 3
     changed: bool = False
+    harbor: bool = False
 
 
 class Sums(vf.Taskset[Sum, SumsConfig]):
     def load(self):
         sys.stdout.write("a line that is not a record\n")
+        if self.config.harbor:
+            yield HarborTask(HarborData(prompt="Write a file."))
         for i in range(self.config.largest):
             prompt = f"{i}-1=" if self.config.changed else f"{i}+1="
             yield Sum(Data(prompt=prompt, answer=str(i + 1)), self.config.task)
