@@ -1,9 +1,12 @@
 """Writes the lock files of launch/: `python .ci/lock.py`. What the images and TPU VMs install, to the byte.
 
 Versions are those of .ci/constraints.txt, so what CI tested; the hashes are those of every wheel that Linux on x86-64
-takes on Python 3.11 to 3.13. Needs pip 23 or later and a package index.
+takes on Python 3.11 to 3.13. For a package without a wheel (SOURCES) it is the hash of its source archive. Needs pip 23
+or later and a package index.
 """
 
+import functools
+import hashlib
 import json
 import pathlib
 import subprocess
@@ -22,15 +25,34 @@ LOCKS = {
     "requirements-pathways.lock": ("gcs", "hub", "tools", "agents", "pathways"),
 }
 # Each has a file of what it adds to the base, to be installed beside one of those. Other extras of a pod add nothing to
-# the base, or need a package that has no wheel (tfds: promise; reasoning: cellpylib).
-BESIDE = ("math", "wandb", "mlflow", "openenv")
+# the base, or need a package that is C source without a wheel, which no image can compile (reasoning: pycosat).
+BESIDE = ("math", "wandb", "mlflow", "openenv", "tfds")
+# Packages that have no wheel. A host builds them without build isolation, which would fetch setuptools unhashed: the
+# setuptools of the base, which is installed before, builds them.
+SOURCES = ("promise",)
+
+
+@functools.cache
+def sources() -> tuple[str, dict[str, str]]:
+    """Returns a directory with wheels built here of SOURCES, and the SHA-256 of each one's source archive."""
+    folder, hashes = tempfile.mkdtemp(), dict[str, str]()
+    for name in SOURCES:
+        pip = [sys.executable, "-m", "pip"]
+        of = ["--quiet", "--no-deps", "--no-binary=:all:", f"--constraint={ROOT / '.ci' / 'constraints.txt'}", name]
+        subprocess.run([*pip, "download", f"--dest={folder}", *of], check=True)
+        (archive,) = pathlib.Path(folder).glob(f"{name}-*.tar.gz")
+        hashes[name] = hashlib.sha256(archive.read_bytes()).hexdigest()
+        subprocess.run([*pip, "wheel", f"--wheel-dir={folder}", *of], check=True)
+        archive.unlink()
+    return folder, hashes
 
 
 def requirements(extras: tuple[str, ...]) -> list[str]:
-    """Reads the requirements of pyproject.toml."""
+    """Reads the requirements of pyproject.toml, and adds setuptools, which builds SOURCES."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     return [
         *project["dependencies"],
+        "setuptools",
         *(wanted for extra in extras for wanted in project["optional-dependencies"][extra]),
     ]
 
@@ -42,12 +64,15 @@ def resolve(extras: tuple[str, ...], python: str) -> dict[str, set[str]]:
         command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet"]
         command += ["--only-binary=:all:", f"--python-version={python}", f"--target={folder}", f"--report={report}"]
         command += [f"--platform={platform}_x86_64" for platform in PLATFORMS]
+        built, archives = sources()
+        command += [f"--find-links={built}"]
         command += [f"--constraint={ROOT / '.ci' / 'constraints.txt'}", *requirements(extras)]
         subprocess.run(command, check=True)
         installed = json.loads(report.read_text())["install"]
     return {
         f"{package['metadata']['name']}=={package['metadata']['version']}": {
-            package["download_info"]["archive_info"]["hashes"]["sha256"]
+            archives.get(package["metadata"]["name"].lower())
+            or package["download_info"]["archive_info"]["hashes"]["sha256"]
         }
         for package in installed
     }
@@ -87,6 +112,8 @@ def write(name: str, extras: tuple[str, ...], packages: dict[str, set[str]]) -> 
     """Writes a file; those of LOCKS but the base begin with it."""
     lines = [f"# podrl[{','.join(extras)}] on Linux, x86-64, Python {PYTHONS[0]} to {PYTHONS[-1]}: python .ci/lock.py"]
     lines += [f"-r {BASE}"] if name in LOCKS and name != BASE else []
+    names = {package.split("==")[0].lower() for package in packages}
+    lines += [f"--no-binary={one}" for one in SOURCES if one in names]
     for package in sorted(packages, key=str.lower):
         lines.append(" \\\n".join([package, *(f"    --hash=sha256:{one}" for one in sorted(packages[package]))]))
     (ROOT / name).write_text("\n".join(lines) + "\n")

@@ -89,7 +89,9 @@ install() {
     python3 -m uv venv --quiet --python 3.12.11 "$base/venv" # uv knows its hash; no pip, whose hash nobody checks
     install=(python3 -m uv pip install --quiet "--python=$base/venv/bin/python")
   fi
-  "${install[@]}" --require-hashes --only-binary=:all: "${files[@]}"
+  "${install[@]}" --require-hashes --only-binary=:all: -r "$code/$lock"
+  # A package without a wheel (in tfds: promise) is built by the locked setuptools: isolation would fetch an unhashed one.
+  [[ -z $extra ]] || "${install[@]}" --require-hashes --only-binary=:all: --no-build-isolation "${files[@]}"
   printf '%s\n' "$stamp" >"$state/installed"
   say "installed what $lock names${extra:+, and $extra}"
 }

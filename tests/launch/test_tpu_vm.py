@@ -513,7 +513,7 @@ def test_everything_that_is_installed_is_pinned_by_its_hash():
     lines = [line for path in scripts for line in re.sub(r"\\\n\s*", " ", path.read_text()).splitlines()]
     lines = [line for line in lines if not line.lstrip().startswith("#")]
     found = [line for line in lines if re.search(r"\binstall\b.* -r |\"\$\{install\[@\]\}\"|--user", line)]
-    assert len(found) == 3 and all("--require-hashes --only-binary=:all:" in line for line in found), found
+    assert len(found) == 4 and all("--require-hashes --only-binary=:all:" in line for line in found), found
     # The other lines only name the pip in use, or call our own action.
     others = [line for line in lines if re.search(r"\bpip\b.*\binstall\b", line) and line not in found]
     assert len(others) == 2 and all(re.search(r"install(\+)?=\(", line) for line in others), others
