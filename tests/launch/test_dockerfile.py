@@ -89,13 +89,8 @@ def test_an_image_has_the_extras_that_its_build_names(extras, wanted, tmp_path):
         environment = {"LOCK": arguments()["LOCK"], "EXTRAS": extras}
         return subprocess.run(["sh", "-c", loop], env=environment, capture_output=True, text=True, check=False)
 
-<<<<<<< HEAD
-    refused = build(f"{extras} tfds")  # runs in sh, as RUN does
-    assert refused.returncode == 1 and "There is no requirements-tfds.lock, only" in refused.stderr
-=======
-    refused = build(f"{extras} reasoning")  # by the shell that RUN uses
+    refused = build(f"{extras} reasoning")  # runs in sh, as RUN does
     assert refused.returncode == 1 and "There is no requirements-reasoning.lock, only" in refused.stderr
->>>>>>> eab3ba5d (The extra tfds has a lock file: its one source package is pinned by hash, too)
     assert build(extras).returncode == 0
     assert (tmp_path / "all.txt").read_text().splitlines() == [f"-r {name}" for name in wanted]
     assert set(wanted) <= set(LOCKS) and arguments()["EXTRAS"] == '""'

@@ -124,8 +124,8 @@ class Pod:
         path = self.root / "calls.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
-    def wait_for(self, text: str) -> None:
-        homes = [home for home in self.root.glob("w[0-9]")]
+    def wait_for(self, text: str, tpu: str = ".") -> None:
+        homes = [*(self.root / tpu).glob("w[0-9]")]
 
         def said() -> bool:
             logs = [[*home.glob("podrl-run/logs/*.log")] for home in homes]
@@ -214,9 +214,8 @@ def test_another_tpu_joins_the_job_with_its_flags_its_variables_and_its_secret(p
     try:
         done = run("more", "y", python, "--join=t", "--join_zone=z", "--env=MORE=2", "--detach")
         home = run.root / "more" / "w1" / "podrl-run"
-        log = home / "logs"
-        until(lambda: any("ready" in path.read_text() for path in log.iterdir()))
-        said = "".join(path.read_text() for path in log.iterdir())
+        run.wait_for("ready", "more")  # on both workers: a signal that comes earlier ends a worker with another status
+        said = "".join(path.read_text() for path in (home / "logs").iterdir())
         assert f"arguments {json.dumps([*flags, '--join=10.0.0.2:8483'])} NOTE=two words attempt 0" in said
         theirs, mine = ((each / "code" / ".podrl-secret").read_text() for each in (run.root / "w0" / "podrl-run", home))
         assert theirs == mine and len(mine) == 32
