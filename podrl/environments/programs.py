@@ -393,8 +393,9 @@ class _Runner:
     async def kill(self) -> None:
         """Kills the process and its descendants, and reads the rest of its standard error."""
         self.kill_now()
-        await self._process.wait()
-        await asyncio.wait({self._reading}, timeout=1.0)
+        # Before Python 3.13 asyncio also waits for the end of the pipes, which a descendant that hid itself may hold.
+        await asyncio.wait({asyncio.ensure_future(self._process.wait()), self._reading}, timeout=1.0)
+        vars(self._process)["_transport"].close()  # asyncio has no public way to let go of the pipes
 
     def kill_now(self) -> None:
         leftovers.end_marked(self._mark)  # first, because a killed process does not show its descendants any more

@@ -5,13 +5,16 @@ import asyncio
 import dataclasses
 import itertools
 import json
+import os
 import pathlib
+import select
+import signal
 import sys
 
 import jax
 import numpy as np
 import pytest
-from waits import is_running, until
+from waits import PATIENCE_S, is_running, until
 
 from podrl import serve
 from podrl.config import merge
@@ -572,8 +575,21 @@ def test_a_program_that_hangs_is_ended_and_those_that_wait_for_its_process_have_
         until(lambda pid=pid: not is_running(pid), f"the end of process {pid}")
 
 
-def test_the_end_of_a_program_ends_its_descendants_in_sessions_of_their_own(tmp_path):
-    """One descendant has the program's environment; the other has an empty environment, as after `env -i`."""
+@pytest.mark.parametrize("slow", [False, True])
+def test_the_end_of_a_program_ends_its_descendants_in_sessions_of_their_own(tmp_path, monkeypatch, slow):
+    """One descendant has the program's environment; the other has an empty environment, as after `env -i`.
+
+    If the worker that kills is slow, the program has ended, and its children have another parent, before the second
+    signal is sent.
+    """
+
+    def send_and_wait(process, number):
+        send(process, number)
+        select.select([process], [], [])  # a process that has ended is readable
+
+    send = signal.pidfd_send_signal
+    if slow:
+        monkeypatch.setattr(signal, "pidfd_send_signal", send_and_wait)
     code = """
 import os, subprocess, time
 for environment in (None, {}):
@@ -585,15 +601,34 @@ with open("PIDS", "a") as file:
 time.sleep(1000)
 """.replace("PIDS", f"{tmp_path}/pids")
 
+    for pid in kill_when_ready(code, tmp_path):
+        until(lambda pid=pid: not is_running(pid), f"the end of process {pid}")
+
+
+def test_a_descendant_that_hides_from_its_program_does_not_hold_up_its_end(tmp_path):
+    """A process without the program's environment, whose parent has ended, is not found; it still holds the pipes."""
+    code = """
+import subprocess, time
+subprocess.run(["/bin/sh", "-c", "/bin/sleep 1000 & echo $! >>PIDS; echo all >>PIDS"], env={}, start_new_session=True)
+time.sleep(1000)
+""".replace("PIDS", f"{tmp_path}/pids")
+    (hidden,) = kill_when_ready(code, tmp_path)
+    assert is_running(hidden)
+    os.kill(hidden, signal.SIGKILL)
+
+
+def kill_when_ready(code: str, directory: pathlib.Path) -> list[int]:
+    """Runs a program until it has written numbers of processes and "all" to `pids`; kills it, returns the numbers."""
+    pids = directory / "pids"
+
     async def start_and_kill():
-        runner = await programs._Runner.start([sys.executable, "-c", code], "", programs._Log(str(tmp_path)))
-        while not (tmp_path / "pids").exists() or not (tmp_path / "pids").read_text().endswith("all"):
+        runner = await programs._Runner.start([sys.executable, "-c", code], "", programs._Log(str(directory)))
+        while not pids.exists() or not pids.read_text().strip().endswith("all"):
             await asyncio.sleep(0.01)
-        await runner.kill()
+        await asyncio.wait_for(runner.kill(), PATIENCE_S)
 
     asyncio.run(start_and_kill())
-    for pid in map(int, (tmp_path / "pids").read_text().split()[:2]):
-        until(lambda pid=pid: not is_running(pid), f"the end of process {pid}")
+    return [int(word) for word in pids.read_text().split() if word != "all"]
 
 
 def test_a_program_that_gives_up_for_lack_of_room_has_not_failed(play):
