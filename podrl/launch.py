@@ -8,10 +8,15 @@ A config is looked up at its path, then in configs/. Exit codes: 0 done, 1 user 
 anything to save.
 """
 
+import gc
+
 from podrl.runtime import signals
 
 if __name__ == "__main__":  # before the imports below, which are slow
     signals.leave_on_signals(unwind=False)
+    # Imports and traced programs make millions of objects that stay. With Python's threshold of 700 new objects, the
+    # collector visits them so often that it takes more than a second until the first step.
+    gc.set_threshold(50_000)
 
 import dataclasses
 import errno
