@@ -69,6 +69,21 @@ COMMON_NAMES = {
     "lora_rank": "model.lora.rank",
     "lora_r": "model.lora.rank",
     "lora_alpha": "model.lora.alpha",
+    "r": "model.lora.rank",
+    "target_modules": "model.lora.pattern",
+    "learning_rate": "trainer.learning_rate",
+    "lr_scheduler_type": "trainer.schedule",
+    "warmup_ratio": "trainer.warmup_fraction",
+    "adam_beta1": "trainer.b1",
+    "adam_beta2": "trainer.b2",
+    "adam_epsilon": "trainer.eps",
+    "weight_decay": "trainer.weight_decay",
+    "max_grad_norm": "trainer.max_grad_norm",
+    "max_steps": "trainer.max_steps",
+    "gradient_accumulation_steps": "trainer.gradient_accumulation_steps",
+    "eval_steps": "trainer.eval_every_n_steps",
+    "save_steps": "checkpoint.every",
+    "save_total_limit": "checkpoint.keep",
 }
 
 # The classes that hold the keys of a group in Python, for messages.
@@ -77,6 +92,7 @@ _CLASSES = {
     "trainer": ", a field of RLTrainingConfig",
     "grpo": ", a field of GRPOConfig",
     "model.lora": ", a field of LoraConfig",
+    "checkpoint": ", a field of CheckpointConfig",
 }
 
 
@@ -256,7 +272,10 @@ def section(
         def init(self, *args: object, **kwargs: object) -> None:
             hints = types_of(cls)
             kwargs = _fields_of(cls, kwargs)
-            bound = signature.bind(self, *args, **kwargs)
+            try:
+                bound = signature.bind(self, *args, **kwargs)
+            except TypeError as error:
+                raise TypeError(f"{cls.__name__}: {error}.") from None
             for key in [key for key in bound.arguments if key in hints]:
                 bound.arguments[key] = check(bound.arguments[key], hints[key], f"{name}.{key}" if name else key)
             original(*bound.args, **bound.kwargs)

@@ -19,6 +19,7 @@ if __name__ == "__main__":  # before the imports below, which are slow
     gc.set_threshold(50_000)
 
 import dataclasses
+import difflib
 import errno
 import functools
 import io
@@ -232,6 +233,8 @@ def _check_overrides(argv: Sequence[str], config: ConfigDict) -> None:
                     raise ValueError(f"{where} has no key {key!r}: {removed}")
                 hint = "" if i else other_section(key, config.algorithm)
                 hint = hint or elsewhere(key, config.to_dict(), "config.") or nearest(key, known)
+                if not i and difflib.get_close_matches(key, ["config"]):  # --confg.a.b is read as --config.confg.a.b
+                    hint = " Did you mean 'config'?"
                 raise ValueError(f"{where} has no key {key!r}.{hint}")
             parent, group = group, group.get(key)
             if parent.get_type(key) is type(None):  # a field of a class, such as an optimizer
@@ -309,7 +312,8 @@ def _hosts_of_pod(argv: Sequence[str], config: ConfigDict, processes: int) -> ro
       ValueError: the configuration's lists of hosts do not fit the number of processes.
     """
     trainer, rollout, mesh, evaluates = _hosts(argv, config)
-    if (topology := _early(argv, "topology", "auto", prefix="--")) not in ("auto", "shared", "split"):
+    topology = detect.check_topology(_early(argv, "topology", "auto", prefix="--"))
+    if topology not in ("auto", "shared", "split"):
         raise ValueError(
             f"--local_processes={processes} makes a pod of several processes, and --topology={topology} does not: "
             "say --topology=shared (as auto does here) or --topology=split."

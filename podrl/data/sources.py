@@ -379,7 +379,7 @@ def _object(text: str | bytes, place: str) -> Record:
         record = json.loads(text, object_pairs_hook=_once, parse_float=plain.json_float)
     except (ValueError, RecursionError) as error:
         reason = error.msg if isinstance(error, json.JSONDecodeError) else error
-        raise ValueError(f"{place} is not JSON ({reason}): {text[:80]!r}.") from error
+        raise ValueError(f"{place} is not JSON ({reason}): {text[:80]!r}. Every line must be a JSON object.") from error
     if not isinstance(record, dict):
         raise ValueError(f"{place} holds {type(record).__name__} {text[:80]!r}: every line must be a JSON object.")
     if "\\ud" in str(text).lower():  # JSON can write half of a surrogate pair, which UTF-8 cannot encode

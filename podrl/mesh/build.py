@@ -40,7 +40,10 @@ def parse_mesh(spec: str, *, key: str = "mesh", auto: str = "fsdp=-1") -> Sizes:
         alias, _, value = (p.strip() for p in part.partition("="))
         name = _ALIASES.get(alias, alias)
         if name not in AXES:
-            raise ValueError(f"{key}={spec!r} names axis {name!r}: axes are {', '.join(AXES)}, or the word 'auto'.")
+            raise ValueError(
+                f"{key}={spec!r} names axis {name!r}: give axes and sizes such as fsdp=4,tensor=2 (axes are "
+                f"{', '.join(AXES)}), or the word 'auto'."
+            )
         if name in sizes:
             raise ValueError(f"{key}={spec!r} gives axis {name!r} twice: keep one of them.")
         try:

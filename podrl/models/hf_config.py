@@ -456,6 +456,8 @@ def _family_of(raw: JsonObject, where: str) -> tuple[str, JsonObject]:
         if family.model_type == model_type:
             return name, raw
     types = sorted({f.model_type for f in FAMILIES.values()})
+    if not model_type:
+        raise ValueError(f"{where} has no model_type, which says the architecture: {', '.join(types)} are supported.")
     raise ValueError(
         f"{where} has model_type {model_type!r}, an architecture podrl does not have: {', '.join(types)} are supported."
     )

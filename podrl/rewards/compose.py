@@ -818,6 +818,8 @@ def _named(fn: str, config: RewardConfig, key: str) -> _Function:
         known = [*_BUILT_IN, *text.FUNCTIONS, reasoning.NAME, _CODE, _JUDGE, _RUBRIC]
         close = difflib.get_close_matches(fn, known, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"built in are {', '.join(known)}."
+        if fn.endswith(".py"):
+            hint = f"name the function in the file, {fn}:FUNCTION."
         raise ValueError(
             f"{key}={fn!r} is not a built-in reward, 'file.py:function' or 'package.module:function': {hint}"
         )

@@ -107,6 +107,17 @@ class Cluster:
         }
 
 
+def check_topology(topology: str) -> str:
+    """Returns the value of --topology.
+
+    Raises:
+      ValueError: there is no such topology.
+    """
+    if topology != "auto" and topology not in get_args(Topology):
+        raise ValueError(f"--topology={topology} is unknown: use auto, {', '.join(get_args(Topology))}.")
+    return topology
+
+
 def detect(
     environment: Mapping[str, str],
     *,
@@ -126,8 +137,7 @@ def detect(
       ValueError: variables or flags are missing, malformed or contradictory, or the platform cannot run the topology;
         the message names the variable or flag to change.
     """
-    if topology != "auto" and topology not in get_args(Topology):
-        raise ValueError(f"--topology={topology} is unknown: use auto, {', '.join(get_args(Topology))}.")
+    check_topology(topology)
     flags = {name: text for name, text in (flags or {}).items() if text}
     cluster = _from_flags(flags, environment) if flags else _platform(environment, metadata or {})
     if topology in ("auto", cluster.topology):

@@ -44,7 +44,10 @@ def test_parse(spec, sizes):
 @pytest.mark.parametrize(
     ("spec", "says"),
     [
-        ("fdsp=4", "names axis 'fdsp': axes are data, expert, fsdp, seq, tensor"),
+        (
+            "fdsp=4",
+            "names axis 'fdsp': give axes and sizes such as fsdp=4,tensor=2 .axes are data, expert, fsdp, seq, tensor",
+        ),
         ("fsdp=2,fsdp=2", "gives axis 'fsdp' twice"),
         ("tp=2,tensor=2", "gives axis 'tensor' twice"),
         ("fsdp=two", "gives 'fsdp' the size 'two'"),

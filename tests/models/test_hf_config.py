@@ -792,7 +792,7 @@ def test_the_published_fields_of_qwen25_are_read():
             {"model_type": "mamba"},
             "model_type 'mamba'.*gemma2, gemma3_text, gemma4_text, glm4_moe, gpt_oss, llama, mistral, mixtral, olmo3",
         ),
-        ({"model_type": None}, "model_type None"),
+        ({"model_type": None}, "has no model_type"),
         ({"residual_multiplier": 0.2}, "field residual_multiplier=0.2, which podrl does not know"),
         ({"attention_bias": True}, "attention_bias=True, which podrl does not compute: it must be False"),
         ({"mlp_bias": True}, "mlp_bias=True"),
