@@ -3,11 +3,11 @@
 import pathlib
 import subprocess
 import sys
-import time
 from fractions import Fraction
 
 import pytest
 from hypothesis import given, strategies
+from linear import check_that_time_is_linear
 
 from podrl.rewards import answers, math_answer, numbers, reference
 
@@ -151,10 +151,7 @@ def test_no_text_raises(text):
      "1e", "a(", "1 1/", "\u00b2", "1'", "_1", "^{", "$ "],
 )  # fmt: skip
 def test_time_is_linear_in_the_length(piece):
-    """A quadratic reader would take minutes for texts of this length."""
-    start = time.process_time()
-    numbers.read(piece * (200_000 // len(piece)))
-    assert time.process_time() - start < 20
+    check_that_time_is_linear(numbers.read, lambda size: piece * (size // len(piece)), (2_000, 20_000))
 
 
 @pytest.mark.parametrize(

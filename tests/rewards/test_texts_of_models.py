@@ -3,11 +3,11 @@
 
 import random
 import re
-import time
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from linear import check_that_time_is_linear
 
 from podrl.rewards import answers, code, formats, reference, text
 
@@ -72,7 +72,8 @@ def test_every_parser_takes_linear_time_and_never_raises(name):
     texts = [lambda n, piece=piece: piece * (n // len(piece)) for piece in DEGENERATE]
     for _ in range(20):
         texts.append(_repeats(*("".join(chosen.choices(DEGENERATE, k=k)) for k in (2, 2, 3))))
-    _check_that_time_is_linear(parse, texts)
+    for make in texts:
+        check_that_time_is_linear(parse, make)
 
 
 # The pieces of text that the patterns of a parser look for.
@@ -95,25 +96,9 @@ def test_repeats_of_what_a_pattern_knows_take_linear_time(name):
     texts = [_repeats(*("".join(chosen.choices(FRAGMENTS[name], k=k)) for k in (2, size, 2))) for size in (1, 2, 3) * 8]
     texts += [lambda n: "~~~x" * (n // 4) + "`", lambda n: "```json" + "\n" * n + "x"]
     texts += [lambda n: "```py" + "." * n + "x\nx\n```"]
-    _check_that_time_is_linear(PARSERS[name], texts)
+    for make in texts:
+        check_that_time_is_linear(PARSERS[name], make)
 
 
 def _repeats(head, body, tail):
     return lambda n: head + body * (n // len(body)) + tail
-
-
-def _check_that_time_is_linear(parse, texts):
-    for make in texts:
-        short, long = make(4_000), make(40_000)
-        parse(short)
-        took = [_took(parse, short), _took(parse, long)]
-        assert took[1] < 40 * took[0] + 0.05, (long[:60], long[-60:], took)
-
-
-def _took(parse, completion):
-    times = []
-    for _ in range(2):
-        start = time.process_time()
-        parse(completion)
-        times.append(time.process_time() - start)
-    return min(times)
