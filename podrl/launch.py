@@ -421,7 +421,13 @@ def _refuse_arguments(extra: Sequence[str]) -> None:
 
 
 def _run(argv: Sequence[str], joined: list[Pod]) -> int:
-    """Runs the command and returns its exit code; appends the job's pod to `joined` if there are several processes."""
+    """Runs the command and returns its exit code.
+
+    Args:
+      argv: the command line, the program's name first.
+      joined: empty list to which the pod is appended once this process has joined it, so that `main` can tell the pod
+        how this process ends, even after an error. The list stays empty in a job of a single process.
+    """
     if {"--help", "--helpfull", "-h"} & set(argv):
         print(__doc__, flags.FLAGS.main_module_help(), sep="\n")
         return EXIT_DONE

@@ -54,7 +54,7 @@ AGGREGATION_FORMULAS = {
 
 
 def _read_by(kind: str) -> set[str]:
-    """Names the settings that a surrogate's formula has; each bound of the ratio comes from two settings."""
+    """Returns the names of the settings that a surrogate's formula reads, and epsilon if a bound defaults to it."""
     names = {name for _, name, _, _ in string.Formatter().parse(KINDS[kind]) if name}
     names = {{"low": "epsilon_low", "high": "epsilon_high"}.get(name, name) for name in names}
     return names | ({"epsilon"} if "epsilon_low" in names or "epsilon_high" in names else set())
@@ -454,7 +454,9 @@ class PolicyLoss:
     def __call__(
         self, logprob_BT: Float[Array, "B T"], entropy_BT: Float[Array, "B T"], rows: PolicyRows
     ) -> tuple[Ratio, dict[str, Ratio]]:
-        """Computes loss and metrics of a packed (micro-)batch; add the Ratios over micro-batches, then divide once.
+        """Computes loss and metrics of a packed (micro-)batch.
+
+        Each result is a `Ratio`, a numerator and a denominator. Add the Ratios of all micro-batches, then divide once.
 
         The loss of a token is surrogate x correction + beta x kl_scale x KL - entropy_coef x entropy, times
         `rows.weight_BT` if the rows have weights; `podrl.algorithms.aggregate` reduces the token losses. Masked tokens

@@ -225,10 +225,10 @@ def dppo(
     of probability treats both alike. The penalty is on every token, so it also draws back tokens that have lost -r A.
 
     Args:
-      epsilon_low: largest fall of the probability, from exp(old_logprob) to exp(logprob), at which a token with A < 0
-        keeps -r A.
-      epsilon_high: largest rise of the probability, from exp(old_logprob) to exp(logprob), at which a token with A > 0
-        keeps -r A.
+      epsilon_low: largest fall of a token's probability, exp(old_logprob) - exp(logprob); beyond it, -r A is left out
+        where A < 0.
+      epsilon_high: largest rise of a token's probability, exp(logprob) - exp(old_logprob); beyond it, -r A is left out
+        where A > 0.
       coef: weight of the penalty.
     """
     fell_BT, rose_BT = _moved(logprob_BT, old_logprob_BT, epsilon_low, epsilon_high)
@@ -251,8 +251,8 @@ def ipo(
     that has moved too far loses -r A even if A would bring it back; only the penalty draws it back.
 
     Args:
-      epsilon_low: largest fall from exp(old_logprob) to exp(logprob) that keeps -r A.
-      epsilon_high: largest rise from exp(old_logprob) to exp(logprob) that keeps -r A.
+      epsilon_low: largest fall of a token's probability, exp(old_logprob) - exp(logprob); beyond it, -r A is left out.
+      epsilon_high: largest rise of a token's probability, exp(logprob) - exp(old_logprob); beyond it, -r A is left out.
       coef: weight of the penalty.
     """
     fell_BT, rose_BT = _moved(logprob_BT, old_logprob_BT, epsilon_low, epsilon_high)

@@ -20,8 +20,9 @@ from etils import epath
 from podrl.storage.storage import Place, is_remote, locate
 
 AUTO = "auto"
-# Seconds for which a file must be unchanged before its checksum is kept under its size and time: a file system's clock
-# is coarse, so a file that has just changed may change again and keep the same time.
+# A file's checksum is stored only if the file was last changed at least this many seconds ago. The stored checksum is
+# found by the file's size and time of change, and a file system's clock is coarse: a file that has just changed may
+# change again and keep the same time.
 _SETTLED_S = 2.0
 
 

@@ -46,7 +46,7 @@ class PairStream(BatchStream[_Pair]):
           pairs: number of pairs in a batch.
           max_length: largest number of tokens of prompt and answer together; data.long_prompts says whether pairs with
             a longer answer are left out or are an error.
-          key: name of the setting that is `max_length`, for messages.
+          key: name of the setting that `max_length` comes from, for messages.
 
         Raises:
           ValueError: the data cannot be read, or a record holds no pair.

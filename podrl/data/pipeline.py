@@ -44,8 +44,8 @@ class PromptStream(BatchStream[_Task]):
       prompts_per_step: number P of prompts in a step of the whole job.
       steps_per_epoch: number of steps that together have as many prompts as there are records, at least 1.
       curriculum: pass rates by which prompts are chosen; None if all prompts come in turn.
-      unanswered: (place and fields of a record without an answer, the source's own reward functions) for each file
-        that has such a record.
+      unanswered: an entry for each file that has a record without an answer: (text that names the record and its
+        fields, reward functions that only the file's source has, possibly none).
       groups: names of the groups that the records' field `group` may have.
     """
 

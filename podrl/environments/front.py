@@ -1,4 +1,4 @@
-"""Runs the front, the process of the agents' HTTP endpoint: opens and closes keys, passes on requests and answers."""
+"""Runs the agents' HTTP endpoint in a process, the front: makes a key for each episode, relays requests and answers."""
 
 import asyncio
 import dataclasses

@@ -78,7 +78,7 @@ class _Session:
     Attributes:
       model: the episode's model; it answers one request at a time.
       failed: future that gets the episode's AgentFailure, if the episode fails; set once.
-      turn: lock of the model.
+      turn: lock that a request holds while the model answers it, so that requests take turns.
       open: requests whose answers have not arrived yet.
       settled: event that is set whenever `open` gets shorter.
       numbers: numbers of the model's requests, by the numbers of the front's requests.

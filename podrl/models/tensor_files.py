@@ -24,7 +24,7 @@ _DTYPES: Mapping[str, np.dtype] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
-_COMPARED = 1 << 24  # bytes of each of two matrices that are compared at a time
+_COMPARED = 1 << 24  # bytes of a block of rows; two matrices are compared block by block
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the format's reference implementation
 
 

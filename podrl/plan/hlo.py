@@ -48,7 +48,8 @@ _FREE = frozenset(
 )
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
 _VIEWS = ("bitcast", "reshape", "convert", "copy", "transpose")
-# Attribute of a fusion whose result is the buffer of its operand, read in another tiling.
+# Attribute of a fusion whose result is its operand in another tiling, in the same buffer. The fusion itself reads no
+# bytes: only the bytes that are read from its result count.
 _ALIASED = "output_to_operand_aliasing={{}: (0, {})}"
 _SLICES = ("dynamic-slice", "slice", "gather")
 # Number of matrix products of the attention kernels, by a part of their names: the forward pass computes scores and

@@ -10,7 +10,7 @@ from podrl.plan.programs import ROLLOUT, TRAINER
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """Least seconds of a training step, every program at its roofline.
+    """Lower bounds on the seconds of a training step: every program is assumed to run at its roofline.
 
     Attributes:
       trainer_s: seconds of log-probabilities and updates.

@@ -160,7 +160,8 @@ _REWRITTEN = [
     (re.compile(r"((?:\A|[=:(]) ?-) ?\( ?(\$?[.\d][\d.,/ ]{0,50})\)"), r"\1\2"),
     (re.compile(r"(?<=\d) and (?:a|one) half\b"), " 1/2"),
     (re.compile(r"\b[A-Za-z]'?\([^()]{1,50}\)"), " f"),
-    (re.compile(r"(?<=[\d)])!(?= ?[-+*/^=)]|[\w(])"), "^n"),  # '5! = 120' becomes '5^n = 120', not 5 = 120
+    # A factorial becomes a power of unknown value, so that '5! = 120' is a calculation with result 120, not 5 = 120.
+    (re.compile(r"(?<=[\d)])!(?= ?[-+*/^=)]|[\w(])"), "^n"),
 ]
 
 

@@ -111,7 +111,11 @@ class BatchMaker:
         return self._batch(step)
 
     def end_window(self) -> None:
-        """Ends the window, so that weights can be moved on the thread; under the wall clock, stops all samples."""
+        """Ends the window. The rollout thread can move weights once the window's samples have stopped.
+
+        Under the wall clock, samples stop after the dispatches in flight. Under the token clock, they first draw all
+        tokens of the window.
+        """
         self._halt.set()
         self._player.end_window()
 

@@ -1,7 +1,7 @@
 """Carries out a transfer plan over any transport: bucket by bucket, with a few buckets in flight.
 
-A transport cuts the leaves of a bucket, sends the boxes, and joins them at the target. `Publisher` and `PullReceiver`
-compare the leaves that arrived with the leaves that were sent.
+A transport cuts the leaves of a bucket into boxes, sends the boxes, and joins them into leaves at the target.
+`Publisher` and `PullReceiver` compare the leaves that arrived with the leaves that were sent.
 """
 
 import dataclasses
