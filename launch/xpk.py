@@ -257,6 +257,9 @@ def write_manifest(args: argparse.Namespace, words: Sequence[str]) -> int:
     if shutil.which("xpk") is None:
         sys.stderr.write(f"launch.xpk: xpk, which writes {args.manifest}, is not on PATH: {MISSING['xpk']}\n")
         return 1
+    if not args.zone:
+        sys.stderr.write("launch.xpk: --manifest with --dry_run needs --zone=ZONE, which xpk cannot ask gcloud for.\n")
+        return 1
     # With these flags xpk needs no cluster, no gcloud and no docker.
     alone = [*words, "--dry-run", "--skip-validation"]
     try:
@@ -267,6 +270,7 @@ def write_manifest(args: argparse.Namespace, words: Sequence[str]) -> int:
         )
         return 1
     if done.returncode:
+        pathlib.Path(args.manifest).unlink(missing_ok=True)  # xpk may have written it, without podrl's rules
         sys.stderr.write(f"launch.xpk: xpk has not written {args.manifest}:\n{(done.stdout + done.stderr)[-2000:]}\n")
         return 1
     if not args.pathways:

@@ -139,7 +139,8 @@ def refused_arguments(ways: Mapping[str, str]) -> Callable[[Call], Call]:
         def checked(*args: object, **kwargs: object) -> object:
             for name in ways.keys() & kwargs.keys():
                 if (value := kwargs.pop(name)) is not None and value is not False:  # `in` fails on arrays
-                    raise TypeError(f"{call.__qualname__} has no argument {name!r}: {ways[name]}")
+                    called = call.__qualname__.removesuffix(".__init__")
+                    raise TypeError(f"{called} has no argument {name!r}: {ways[name]}")
             return call(*args, **kwargs)
 
         return typing.cast(Call, checked)

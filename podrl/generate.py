@@ -167,7 +167,7 @@ def _generate(args: argparse.Namespace) -> int:
         model, params = hf_load.load(args.model, mesh, dtype)
         longest, new = max(map(len, rows)), args.max_response or args.max_new
         check_vocab(model, tokenizer.vocab_size)
-        check_positions(model, longest, longest + new)
+        check_positions(model, longest, longest + new, lower="shorten the longest prompt.")
         prompt, lanes = sizes(longest, len(records) * args.n, args.lanes)
         config = RolloutConfig(
             max_tokens_to_generate=args.max_new,

@@ -14,8 +14,8 @@ from podrl.runtime import signals
 
 if __name__ == "__main__":  # before the imports below, which are slow
     signals.leave_on_signals(unwind=False)
-    # Imports and traced programs make millions of objects that stay. With Python's threshold of 700 new objects, the
-    # collector visits them so often that it takes more than a second until the first step.
+    # Imports and traced programs make millions of objects that stay. With Python's own threshold, the collector
+    # visits them so often that it takes more than a second until the first step.
     gc.set_threshold(50_000)
 
 import dataclasses
@@ -233,7 +233,9 @@ def _check_overrides(argv: Sequence[str], config: ConfigDict) -> None:
                     raise ValueError(f"{where} has no key {key!r}: {removed}")
                 hint = "" if i else other_section(key, config.algorithm)
                 hint = hint or elsewhere(key, config.to_dict(), "config.") or nearest(key, known)
-                if not i and difflib.get_close_matches(key, ["config"]):  # --confg.a.b is read as --config.confg.a.b
+                if (
+                    not i and key != "config" and difflib.get_close_matches(key, ["config"])
+                ):  # --confg.a.b is read as --config.confg.a.b
                     hint = " Did you mean 'config'?"
                 raise ValueError(f"{where} has no key {key!r}.{hint}")
             parent, group = group, group.get(key)

@@ -314,7 +314,7 @@ def _load(args: argparse.Namespace, devices: Sequence[Any] | None = None) -> tup
     tokenizer = Tokenizer.load(directory)
     check_vocab(model, tokenizer.vocab_size)
     context = min(model.max_length, _CONTEXT) if args.context is None else args.context
-    check_positions(model, context - 1, context)
+    check_positions(model, context - 1, context, lower="lower --context.")
     # A prompt may fill the context up to its last token, which is left for the answer.
     config = RolloutConfig(
         max_prompt_length=context - 1, max_tokens_to_generate=1, kv_cache_size=context, lanes=args.lanes

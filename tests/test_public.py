@@ -8,6 +8,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import types
 
 import jax
 import numpy as np
@@ -237,6 +238,17 @@ def test_arguments_of_tunix_are_refused_with_the_way_of_podrl(call, name, way):
 def test_arguments_of_methods_of_tunix_are_refused_whatever_their_value(call, name, way, value):
     with pytest.raises(TypeError, match=rf"has no argument '{name}': .*{way}"):
         call(None, **{name: value})
+
+
+def test_adapters_are_asked_for_as_in_podrl():
+    with pytest.raises(TypeError, match=r"RLCluster has no argument 'peft_config': give lora=podrl\.LoraConfig"):
+        podrl.RLCluster(peft_config=object())
+
+
+def test_the_name_of_a_file_is_no_list_of_prompts():
+    learner = types.SimpleNamespace(cluster=types.SimpleNamespace(training_config=None), _trained_to=0)
+    with pytest.raises((TypeError, ValueError), match=r"train_ds='pens\.jsonl' .*list of records"):
+        podrl.GRPOLearner.train(learner, "pens.jsonl")
 
 
 def test_metrics_may_say_how_several_values_become_one():

@@ -78,6 +78,7 @@ class RLCluster(SavedByRun):
     perf = Elsewhere("times are in metrics.jsonl, under time/ and perf/.")
     r2m = Elsewhere("the meshes are config.role_to_mesh.")
 
+    @refused_arguments({"peft_config": "give lora=podrl.LoraConfig(rank=..., alpha=...)."})
     @known_arguments
     def __init__(
         self,

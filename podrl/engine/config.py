@@ -152,8 +152,8 @@ class RolloutConfig(SamplingSettings):
         Samples drawn with and without the kernel differ in their last bits.
       engine: decoding engine: 'podrl', or 'file.py:Class' or 'package.module:Class' for a class of your own
         (podrl/rollout/interface.py has its methods).
-      router_replay: True if the trainer sends each token to the experts that the token took while it was sampled; the
-        engine always records them (docs/models.md). No effect on models without experts.
+      router_replay: True if the trainer sends each token to the experts that the token took while it was sampled
+        (docs/models.md). No effect on models without experts.
       Others: defaults of Sampling, see SamplingSettings.
 
     Raises:

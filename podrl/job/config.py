@@ -17,7 +17,7 @@ from podrl import config
 from podrl.algorithms.presets import PRESETS, preset
 from podrl.cluster.engines import check_engine
 from podrl.cluster.teacher import tokenizer_of
-from podrl.config import Count, Devices, Natural, Seed, build, defaults, hint_at, merge, section
+from podrl.config import Count, Devices, Natural, Seed, build, check, defaults, hint_at, merge, section
 from podrl.data import labels, pairs, sft, template
 from podrl.data.labels import LabelStream
 from podrl.data.mixture import Form
@@ -861,5 +861,5 @@ def with_prompt_length(values: ConfigValues, tools: Sequence[ToolSchema] = ()) -
         except (ValueError, OSError):  # refused later, with its key
             return dict(values)
         # Before `parse` can refuse rollout.kv_cache_size: raising that key would not help.
-        check_positions(model, values["rollout"]["max_prompt_length"], 0)
+        check_positions(model, check(values["rollout"]["max_prompt_length"], Count, "rollout.max_prompt_length"), 0)
     return dict(values)

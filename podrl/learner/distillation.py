@@ -84,7 +84,9 @@ class DistilledGRPO(GRPO):
         """
         more, config = self._hint_tokens, self.cluster.config
         if not self.cluster.teachers:
-            check_positions(self.cluster.model, config.rollout().max_prompt_length + more, config.longest + more)
+            lower = "lower rollout.max_prompt_length or grpo.teacher_hint_tokens."
+            longest = config.rollout().max_prompt_length + more
+            check_positions(self.cluster.model, longest, config.longest + more, lower=lower)
         return self.mini_batches.shape_on(mesh, more=more)
 
     def _reference_use(self) -> tuple[bool, bool]:

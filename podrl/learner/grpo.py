@@ -184,9 +184,16 @@ class GRPO:
         return batches
 
     def _compare_routes(self, step: int, rollouts: Rollouts) -> None:
-        """Warns, at the first batch of a run without router replay, of what the trainer's own choice changes."""
+        """Warns, at the first batch without router replay, of what the trainer's own choice of experts changes."""
         log, self._warn_of_routes = self._warn_of_routes, None
-        if log is None or rollouts.route_BTX is None:  # an engine of the user's may record no routes
+        if log is None:
+            return
+        if rollouts.route_BTX is None or not np.any(rollouts.mask_BT):
+            log(
+                "Warning: rollout.router_replay is off, so the trainer chooses each token's experts. If it chooses "
+                "others than the sampler, log-probabilities differ: watch sampler/abs_diff, and set "
+                "rollout.router_replay=True or sampler_correction='tis'."
+            )
             return
         updates = self.mini_batches.split(step, 0, len(rollouts.length_B))
         own, replayed = differences_by_routes(self.cluster, rollouts, self.mini_batches.shape, updates)

@@ -285,7 +285,8 @@ class SampleLearner(SavedByRun):
             )
         listed = not isinstance(train_ds, PromptStream)
         if not isinstance(train_ds, PromptStream):
-            require(isinstance(train_ds, Iterable), "train_ds", train_ds, "a list of records or batches of records")
+            several = isinstance(train_ds, Iterable) and not isinstance(train_ds, str)
+            require(several, "train_ds", train_ds, "a list of records or batches of records; podrl.run reads files")
             items, size = from_batches(list(train_ds))
             if size and prompts_per_step not in (None, size):
                 raise ValueError(

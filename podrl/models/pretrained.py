@@ -133,23 +133,30 @@ def directories_of(**models: Any) -> dict[str, str]:
     return {n: os.fspath(model) if named[n] else getattr(model, "directory", "") for n, model in models.items()}
 
 
-def check_positions(config: ModelConfig, prompt: int, longest: int) -> None:
+# What to change in a job whose prompts have too many tokens.
+_LOWER = (
+    "lower rollout.max_prompt_length (0 takes the data's longest prompt), so that prompt and answer "
+    "(rollout.max_tokens_to_generate) together exceed neither this number nor rollout.kv_cache_size. data.long_prompts "
+    "says what becomes of longer prompts."
+)
+
+
+def check_positions(config: ModelConfig, prompt: int, longest: int, *, lower: str = _LOWER) -> None:
     """Refuses prompts that leave no position for an answer, and warns of samples longer than the model's positions.
 
     Args:
       config: the model.
       prompt: greatest length of a prompt, tokens.
       longest: greatest length of a prompt with its answer, tokens.
+      lower: end of the error's sentence, which says what to change.
 
     Raises:
       ValueError: a prompt of the greatest length uses all positions of the model.
     """
     if prompt >= config.max_length:
         raise ValueError(
-            f"A prompt may have {prompt} tokens (rollout.max_prompt_length, where 0 takes the data's longest) and the "
-            f"model was made for {config.max_length} (max_position_embeddings in config.json): lower "
-            "rollout.max_prompt_length, so that prompt and answer (rollout.max_tokens_to_generate) together exceed "
-            "neither this number nor rollout.kv_cache_size. data.long_prompts says what becomes of longer prompts."
+            f"A prompt may have {prompt} tokens and the model was made for {config.max_length} "
+            f"(max_position_embeddings in config.json): {lower}"
         )
     if longest > config.max_length:
         _log.warning(

@@ -364,6 +364,9 @@ class RolloutWorker:
         index_PG = np.repeat(np.asarray(prompts.index_P)[:, None], group_size, axis=1)
         sample_PG = np.broadcast_to(np.maximum(np.arange(group_size) - sampling.greedy, 0), index_PG.shape)
         keys_PG2 = sample_keys(self._seed, step, index_PG.ravel(), sample_PG.ravel()).reshape(*index_PG.shape, 2)
+        # Without replay, the first batch of a run has routes, for the warning of `GRPO`. By the wall clock a batch is
+        # made of groups of several requests, and these must agree, so there it has none.
+        records = self.config.router_replay or (step == 0 and self.config.clock == "tokens")
         return RolloutRequest(
             prompts,
             group_size,
@@ -375,7 +378,7 @@ class RolloutWorker:
             mode,
             step if mode == "train" else version,
             self._lengths.expected(prompts, keys_PG2) if mode == "eval" else {},
-            moe.route_bytes(self.model) if mode == "train" else 0,
+            moe.route_bytes(self.model) if mode == "train" and records else 0,
         )
 
     def _run(

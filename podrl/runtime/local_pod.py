@@ -35,9 +35,10 @@ _LONGEST_PLACE = 60
 # Memory of a process before it has a model: Python, jax and podrl.
 _PROCESS_BYTES = 350 << 20
 # Gloo's line about its connections, or a part of it: Gloo writes it in pieces, and other threads write between them.
+# The numbers are bounded, so that a long run of digits that a program prints takes linear time.
 _GLOO = re.compile(
-    rb"(?:\[Gloo\] Rank )?\d*(?: is connected to )?\d* peer ranks\. ?|\[Gloo\] Rank \d*(?: is connected to \d*)?"
-    rb"|Expected number of connected peer ranks is : \d*"
+    rb"(?:\[Gloo\] Rank )?N(?: is connected to )?N peer ranks\. ?|\[Gloo\] Rank N(?: is connected to N)?"
+    rb"|Expected number of connected peer ranks is : N".replace(b"N", rb"\d{0,5}")
 )
 # Lines that jax writes about a cluster without process 0. After them, jax writes _ABORT.
 _CHATTER = re.compile(

@@ -35,18 +35,14 @@ def _kill(mark: bytes) -> int:
     doomed = list(marked)
     for number in doomed:
         doomed += [child for child in children.get(number, ()) if child not in doomed]
-    with contextlib.ExitStack() as held:
-        found = []
-        for number in doomed:
-            with contextlib.suppress(OSError, IndexError):
-                process = os.pidfd_open(number)
-                held.callback(os.close, process)
-                # Check again: before the open, the system may have given the number to another process.
+    for number in reversed(doomed):  # children before their parents: the child of a killed process has another parent
+        with contextlib.suppress(OSError, IndexError):
+            process = os.pidfd_open(number)
+            try:  # check again: before the open, the system may have given the number to another process
                 if _carries(number, mark) or _parent(number) in doomed:
-                    found.append(process)
-        for process in found:  # only now, because the children of a process that was killed have another parent
-            with contextlib.suppress(OSError):
-                signal.pidfd_send_signal(process, signal.SIGKILL)
+                    signal.pidfd_send_signal(process, signal.SIGKILL)
+            finally:
+                os.close(process)
     return len(marked)
 
 

@@ -210,6 +210,17 @@ def test_an_xpk_that_never_ends_is_given_up_with_its_command(tmp_path, monkeypat
     assert "xpk has not written m.yaml within 0.1 s. Run: " in said and "--skip-validation" in said
 
 
+@pytest.mark.parametrize(("zone", "why"), [(False, "needs --zone=ZONE"), (True, "xpk has not written")])
+def test_an_xpk_that_fails_leaves_no_manifest(tmp_path, monkeypatch, capfd, zone, why):
+    manifest = tmp_path / "written.yaml"
+    (tmp_path / "xpk").write_text(f"#!/bin/sh\necho half >{manifest}\nexit 1\n")
+    (tmp_path / "xpk").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    flags = [flag for flag in FLAGS if zone or not flag.startswith("--zone")]
+    assert xpk.main([*flags, *IMAGE, f"--manifest={manifest}", "--dry_run"]) == 1
+    assert why in capfd.readouterr().err and not manifest.exists()
+
+
 @pytest.mark.nightly("launch", ".ci/xpk.txt")
 @pytest.mark.slow
 def test_a_dry_run_writes_the_manifest_that_is_submitted(tmp_path, monkeypatch, capfd):

@@ -112,7 +112,7 @@ def test_weights_of_a_reward_model(model, capsys):
 
 @pytest.mark.parametrize("cache", [1024, 20_000])
 def test_prompts_longer_than_cache_and_positions_are_refused_once_with_both_limits(cache):
-    both = r"1024 \(max_position_embeddings .*lower rollout\.max_prompt_length, .* nor rollout\.kv_cache_size"
+    both = r"1024 \(max_position_embeddings .*lower rollout\.max_prompt_length .* nor rollout\.kv_cache_size"
     with pytest.raises(ValueError, match=f"2000 tokens .* made for {both}"):
         job.dry_run(values(rollout={"max_prompt_length": 2000, "kv_cache_size": cache}), "runs/x")
 

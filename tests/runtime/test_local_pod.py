@@ -8,6 +8,7 @@ import sys
 import time
 
 import pytest
+from linear import check_that_time_is_linear
 from waits import PATIENCE_S, is_running, until
 
 from podrl.runtime import local_pod
@@ -112,6 +113,13 @@ def test_a_line_of_gloo_is_left_out_where_another_thread_writes_between_its_piec
     assert b"".join(local_pod._without_chatter("".join(torn).encode().splitlines(keepends=True))) == b"".join(
         [line.encode() for line in mine] * 3
     )
+
+
+def test_a_long_run_of_digits_takes_linear_time():
+    def read(line: str) -> None:
+        assert b"".join(local_pod._without_chatter([line.encode()])) == line.encode()
+
+    check_that_time_is_linear(read, lambda size: "7" * size)
 
 
 def test_a_stack_trace_of_something_else_is_shown():
