@@ -11,7 +11,7 @@
 
     podrl.agent.serve(solve)
 
-Train with this program by --config.env.program='python agent.py'; docs/agents.md describes the rest.
+To train with this program, set --config.env.program='python agent.py'; docs/agents.md describes the rest.
 """
 
 import json
@@ -24,18 +24,18 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 BASE_URL, API_KEY = "OPENAI_BASE_URL", "OPENAI_API_KEY"
-_OTHERS = ("ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY")  # the same endpoint; Anthropic's clients append /v1 themselves
+_OTHERS = ("ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY")  # the same endpoint, without /v1: Anthropic's clients append it
 
 
 class Failure(Exception):  # noqa: N818 - a lost sample, not an error of this program
-    """Raised by `solve` if a sample is lost through no mistake of its code; podrl counts the sample under `kind`."""
+    """Raised by `solve` if a sample is lost, but `solve` itself made no mistake. podrl counts the sample as `kind`."""
 
     def __init__(self, kind: str, why: str) -> None:
         """Keeps the arguments.
 
         Args:
-          kind: 'environment' if a thing that the agent acts on failed, such as a sandbox; 'grading' if no reward can be
-            computed; 'infrastructure' if a machine or a service failed; else 'agent'.
+          kind: 'environment' if something that the agent acts on, such as a sandbox, failed; 'grading' if no reward can
+            be computed; 'infrastructure' if a machine or a service failed; else 'agent'.
           why: explanation.
         """
         super().__init__(why)
@@ -74,7 +74,7 @@ def serve(solve: Callable[[dict[str, Any]], Any]) -> None:
 
 
 def reward(request: str, reward: float) -> None:
-    """Rewards one answer of the model; the reward of the task is added to the rewards of its answers.
+    """Rewards one answer of the model. podrl adds the rewards of a task's answers and the reward that `solve` returns.
 
     Args:
       request: `id` of the answer, as in `answer.id` of openai's clients.

@@ -10,7 +10,7 @@ import os
 
 from podrl.runtime import environment, signals
 
-# Before the imports below: they take long, so signals must be handled first, and jax reads the environment.
+# This block precedes the slow imports below, so that signals are handled meanwhile, and jax finds the environment set.
 if __name__ == "__main__":
     signals.leave_on_signals(unwind=False)
     environment.prepare(os.environ, fake_devices=0)
