@@ -52,8 +52,8 @@ def serve(solve: Callable[[dict[str, Any]], Any]) -> None:
       solve: function that takes a task, a dictionary with the fields of podrl.Task ("prompt", "fields", "seed",
         "index", "sample", "step", "mode"). It returns the reward as a number; or a dictionary with any of "reward",
         "metrics" and "text"; or None, so that only reward functions score the sample. While it runs, the environment
-        variables OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY lead to the endpoint of this
-        task.
+        variables OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY hold the address and the key
+        of this task's endpoint.
     """
     # Standard output carries the results, one line each. Descriptor 1 becomes a copy of standard error, so that output
     # of `solve` and of its subprocesses cannot mix with the results.

@@ -209,7 +209,7 @@ def _early(argv: Sequence[str], key: str, default: Any, prefix: str = "--config.
 
 
 def _switched_on(argv: Sequence[str], key: str) -> bool:
-    """True if the command line sets a switch, read before absl parses the flags."""
+    """Returns True if the command line sets the switch `key`; used before absl has parsed the flags."""
     values = [arg.partition("=")[2].lower() for arg in argv if arg.partition("=")[0] == f"--{key}"]
     return bool(values) and values[-1] in ("", "true", "t", "yes", "y", "1")
 

@@ -197,7 +197,7 @@ class Endpoint:
         if client.path == "/v1/models":
             await client.send_response(200, _JSON, to_json(self._model_list()))
             return
-        async with episode.open:  # before the body is read, so that a waiting request takes no memory
+        async with episode.open:  # a request waits here before its body is read, so that it takes no memory
             await self._answer(client, episode)
 
     def _episode(self, client: Client) -> _Episode:

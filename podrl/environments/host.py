@@ -1,4 +1,4 @@
-"""Runs a process's episodes in workers; if one dies or blocks, other workers replay the logs of its episodes."""
+"""Runs a process's episodes in workers; if a worker dies or blocks, others replay the logs of its episodes."""
 
 import asyncio
 import dataclasses
