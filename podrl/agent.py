@@ -11,7 +11,7 @@
 
     podrl.agent.serve(solve)
 
-Train with this program by --config.env.program='python agent.py'; docs/agents.md describes the rest.
+To train with this program, set --config.env.program='python agent.py'; docs/agents.md describes the rest.
 """
 
 import json
@@ -24,18 +24,18 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 BASE_URL, API_KEY = "OPENAI_BASE_URL", "OPENAI_API_KEY"
-_OTHERS = ("ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY")  # the same endpoint; Anthropic's clients append /v1 themselves
+_OTHERS = ("ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY")  # the same endpoint, without /v1: Anthropic's clients append it
 
 
 class Failure(Exception):  # noqa: N818 - a lost sample, not an error of this program
-    """Raised by `solve` if a sample is lost through no mistake of its code; podrl counts the sample under `kind`."""
+    """Raised by `solve` if a sample is lost, but `solve` itself made no mistake. podrl counts the sample as `kind`."""
 
     def __init__(self, kind: str, why: str) -> None:
         """Keeps the arguments.
 
         Args:
-          kind: 'environment' if a thing that the agent acts on failed, such as a sandbox; 'grading' if no reward can be
-            computed; 'infrastructure' if a machine or a service failed; else 'agent'.
+          kind: 'environment' if something that the agent acts on, such as a sandbox, failed; 'grading' if no reward can
+            be computed; 'infrastructure' if a machine or a service failed; else 'agent'.
           why: explanation.
         """
         super().__init__(why)
@@ -52,8 +52,8 @@ def serve(solve: Callable[[dict[str, Any]], Any]) -> None:
       solve: function that takes a task, a dictionary with the fields of podrl.Task ("prompt", "fields", "seed",
         "index", "sample", "step", "mode"). It returns the reward as a number; or a dictionary with any of "reward",
         "metrics" and "text"; or None, so that only reward functions score the sample. While it runs, the environment
-        variables OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY lead to the endpoint of this
-        task.
+        variables OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY hold the address and the key
+        of this task's endpoint.
     """
     # Standard output carries the results, one line each. Descriptor 1 becomes a copy of standard error, so that output
     # of `solve` and of its subprocesses cannot mix with the results.
@@ -74,7 +74,7 @@ def serve(solve: Callable[[dict[str, Any]], Any]) -> None:
 
 
 def reward(request: str, reward: float) -> None:
-    """Rewards one answer of the model; the reward of the task is added to the rewards of its answers.
+    """Rewards one answer of the model. podrl adds the rewards of a task's answers and the reward that `solve` returns.
 
     Args:
       request: `id` of the answer, as in `answer.id` of openai's clients.

@@ -48,7 +48,7 @@ def install(extra: str) -> str:
     return f"pip install -e '{'.' if root == pathlib.Path.cwd() else root}[{extra}]'"
 
 
-# Keys of a job, by the names that other systems give these settings.
+# The job's key for a setting, by the names that other systems give this setting.
 COMMON_NAMES = {
     "batch_size": "rollout.prompts_per_step",
     "train_batch_size": "rollout.prompts_per_step",
@@ -86,7 +86,7 @@ COMMON_NAMES = {
     "save_total_limit": "checkpoint.keep",
 }
 
-# The classes that hold the keys of a group in Python, for messages.
+# The class that holds a group's keys in Python, as an addition to error messages, by the name of the group.
 _CLASSES = {
     "rollout": ", a field of RolloutConfig",
     "trainer": ", a field of RLTrainingConfig",
@@ -126,19 +126,20 @@ def known_arguments(call: Call) -> Call:
 
 
 def refused_arguments(ways: Mapping[str, str]) -> Callable[[Call], Call]:
-    """Decorates a function: an argument that another library has raises a TypeError that names podrl's replacement.
+    """Decorates a function: to pass an argument of another library raises a TypeError that names podrl's replacement.
 
     An argument of another library with the value None or False is ignored.
 
     Args:
-      ways: sentence that says what to use instead, by the argument's name.
+      ways: for the name of each such argument, a sentence that says what to use instead.
     """
 
     def decorate(call: Call) -> Call:
         @functools.wraps(call)
         def checked(*args: object, **kwargs: object) -> object:
             for name in ways.keys() & kwargs.keys():
-                if (value := kwargs.pop(name)) is not None and value is not False:  # `in` fails on arrays
+                # Not `value in (None, False)`, which fails on arrays.
+                if (value := kwargs.pop(name)) is not None and value is not False:
                     called = call.__qualname__.removesuffix(".__init__")
                     raise TypeError(f"{called} has no argument {name!r}: {ways[name]}")
             return call(*args, **kwargs)
@@ -192,7 +193,7 @@ def as_settings(cls: type[T], value: object, name: str) -> T:
 
 
 def require(fits: bool, name: str, value: object, kind: str) -> None:
-    """Raises a ValueError unless `fits`: the argument `name` has this value, and must be `kind`."""
+    """Raises a ValueError unless `fits` is true; the error says that argument `name` is `value` and must be `kind`."""
     if not fits:
         raise ValueError(f"{name}={value!r:.80} must be {kind}.")
 
@@ -238,7 +239,8 @@ _REFUSED: dict[str, str] = {}
 
 
 def refused(path: str) -> str:
-    """Returns the sentence that names the replacement of a former or another system's key; '' for all other keys."""
+    """Returns the sentence that names the replacement of a key, if podrl had this key once or another system has it;
+    '' for all other keys."""
     return next((advice for pattern, advice in _REFUSED.items() if fnmatch.fnmatchcase(path, pattern)), "")
 
 
@@ -259,9 +261,8 @@ def section(
 
     Args:
       name: group of the configuration that holds these settings, such as 'trainer'; '' for the whole configuration.
-      advice: sentences that say what to use instead of a field of another system, by a shell-style pattern of the
-        field's name.
-      former: sentences that say what to use instead of a field that these settings had once, by the field's name. A
+      advice: for each shell-style pattern of names of other systems' fields, a sentence that says what to use instead.
+      former: for the name of each field that these settings had once, a sentence that says what to use instead. A
         former field is refused with any value.
     """
 
@@ -358,7 +359,7 @@ def build(cls: type[T], values: Mapping[str, object], prefix: str = "config") ->
     if missing := [name for name in required if name not in values]:
         flag = f"--{prefix}.{missing[0]}=..." if "[" not in prefix else f"{missing[0]!r} there"
         raise ValueError(f"{prefix} lacks {', '.join(missing)}: set {flag}.")
-    if "[" in prefix:  # the class itself does not know its place in a list
+    if "[" in prefix:  # checked here, because the class cannot name its place in a list
         path = prefix.removeprefix("config.")
         values = {key: check(value, types_of(cls)[key], f"{path}.{key}") for key, value in values.items()}
     return cls(**values)

@@ -2,7 +2,7 @@
 
     python -m podrl.evaluate --model=DIR|RUN --sets=NAME=FILE.jsonl,... --out=DIR [--compare=DIR|RUN --n=4 ...]
 
---config.reward.KEY=VALUE (code.cpu_s, deadline_s, judge.url, ...) sets the reward functions in --fns, as in a job.
+--config.reward.KEY=VALUE (code.cpu_s, deadline_s, judge.url, ...) configures the functions of --fns, as in a job.
 Arguments that are not listed here are passed on to podrl.generate, which completes the sets. The completions of --model
 are in DIR/NAME.model.jsonl, and the completions of --compare are in DIR/NAME.compare.jsonl; after an interruption, the
 same command continues. DIR/result.json holds the scores, with 95% intervals.
@@ -85,7 +85,8 @@ def main(argv: Sequence[str]) -> int:
         rest = [arg for arg in rest if not arg.startswith(_SETTING)]
         args.out.mkdir(parents=True, exist_ok=True)
         models = {"model": args.model, **({"compare": args.compare} if args.compare else {})}
-        # Functions that cannot be loaded, and programs that cannot be isolated, are refused before anything is sampled.
+        # `Rewards` is opened before anything is sampled, because it refuses functions that cannot be loaded, and a
+        # machine that cannot isolate the programs which the functions run.
         with Rewards(config) if config.fns else contextlib.nullcontext() as rewards:
             acts = bool({arg.partition("=")[0] for arg in rest} & {"--program", "--env"})
             fields = {name: getattr(args, name) or value for name, value in fields_of_run(args.model).items()}
@@ -116,7 +117,7 @@ def summary(scores: Scores) -> dict[str, dict[str, float]]:
       scores: scores by name, each (P, G).
 
     Returns:
-      'mean', 'records' (their number), and 'low' and 'high', the ends of the interval, for every score. A score with
+      'mean', 'records' (number of records), and 'low' and 'high' (ends of the interval) for every score. A score with
       values outside 0 to 1 has no interval if it is equal for all records, or if there is only one record.
     """
     right_PG = scores["right"]
@@ -241,7 +242,7 @@ def _scored(
       records: records of the sets, by name.
       args: arguments of this command.
       rest: arguments for podrl.generate.
-      score: scores the completions.
+      score: the Scoring that scores the completions.
 
     Returns:
       (scores, value of the field --by of each record), by name of the set.
@@ -256,7 +257,7 @@ def _scored(
             and not any(arg.startswith(("--system_prompt", "--program")) for arg in rest)
             and not generate.prompt_settings_of(directory)
         ):
-            # This prompt asks for the tags in which the accuracies look for the answer.
+            # This system prompt asks for an answer in tags, because the accuracies look for the answer in these tags.
             arguments.append(f"--system_prompt={SYSTEM_PROMPT}")
         if generate.main([*arguments, f"--devices={args.devices}"]):
             raise ValueError(f"--sets: {one} was not completed; see the error above.")
@@ -315,7 +316,7 @@ def model_directory(name: str, path: str, out: pathlib.Path) -> str:
 
 
 class Scoring:
-    """Scores completions with reward functions, the rewards of the program that made them, or accuracies of answers."""
+    """Scores completions by reward functions, by the rewards that a program gave, or by the accuracies of answers."""
 
     def __init__(
         self,
@@ -340,7 +341,7 @@ class Scoring:
             without the question field may have 'question', 'prompt' or 'messages'.
 
         Raises:
-          ValueError: a reward function has the name of a score of the program.
+          ValueError: a reward function and a score of the program have the same name.
         """
         if acts and rewards is not None and (taken := {"reward", "lost"} & set(rewards.names)):
             raise ValueError(

@@ -10,7 +10,7 @@ import os
 
 from podrl.runtime import environment, signals
 
-# Before the imports below: they take long, so signals must be handled first, and jax reads the environment.
+# This block precedes the slow imports below, so that signals are handled meanwhile, and jax finds the environment set.
 if __name__ == "__main__":
     signals.leave_on_signals(unwind=False)
     environment.prepare(os.environ, fake_devices=0)
@@ -217,7 +217,8 @@ def load_run(workdir: Place, step: int | None = None) -> tuple[RunModel, int, Py
       (description of the model, step, whole parameter tree with the base weights).
 
     Raises:
-      ValueError: there is no such run or checkpoint, or weights that were not trained are random and not saved.
+      ValueError: there is no such run or checkpoint, or the frozen weights are lost: they were random, and are in no
+        checkpoint.
     """
     run = read_run(workdir)
     mesh = build.make_mesh("fsdp=-1", jax.local_devices())
@@ -227,7 +228,8 @@ def load_run(workdir: Place, step: int | None = None) -> tuple[RunModel, int, Py
     if run.config.lora.rank:
         if run.base is None:
             raise ValueError(f"{workdir} trained adapters on random weights: there is no base model to put them on.")
-        # Loads the base weights as in training, rounded if lora.base_dtype is set. New adapters are replaced below.
+        # Loads the base weights as in training, rounded if lora.base_dtype is set. `load` also makes new adapters; the
+        # trained adapters replace them below.
         _, base = hf_load.load(run.base, mesh, jnp.dtype(run.dtype), run.config.lora)
         params = kind.join_trainable(params, base)
     elif frozen:

@@ -3,9 +3,9 @@
     python -m podrl.generate --model=DIR --prompts=FILE.jsonl --out=FILE.jsonl [--n=8 --temperature=0.7 ...]
 
 Each record holds "prompt" (text), "messages" (a conversation for the model's chat template) or, as a task file does,
-"question". If podrl.export wrote --model, a question becomes a prompt in the same way as in that run; otherwise it is
-formatted by the chat template without a system prompt. The output has one line per prompt, in the order of the prompts,
-with the record's other fields. A line's "index" is the number of the prompt, unless the record has its own "index".
+"question". If podrl.export wrote --model, a question becomes a prompt in the same way as in the exported run; otherwise
+the chat template formats the question, without a system prompt. The output has one line per prompt, in the order of the
+prompts, with the record's other fields. A line's "index" is the number of the prompt, unless the record has an "index".
 Until all prompts are complete, the finished ones are in FILE.jsonl.partial, and the same command continues from there.
 """
 
@@ -460,7 +460,7 @@ def _env_client(config: env.EnvironmentConfig, tokenizer: Any) -> Iterator[Any]:
 
 
 def _prompts(rows: Sequence[Sequence[int]], wanted: Sequence[int], records: sources.Records, tokenizer: Any) -> Any:
-    """Makes Prompts of some prompts. They keep their numbers among all prompts, because random keys depend on these."""
+    """Makes Prompts of some prompts. The prompts keep their numbers among all prompts, which random keys depend on."""
     from podrl.data.tokenizer import right_padded
     from podrl.types import Prompts
 

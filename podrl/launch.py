@@ -49,7 +49,7 @@ from podrl.runtime.service import ServiceError
 from podrl.runtime.watchdog import EXIT_DONE, EXIT_INFRASTRUCTURE, EXIT_PREEMPTED, EXIT_USER, stacks_on_signal
 from podrl.storage.storage import StorageError, disk_trouble, is_remote
 
-_PEER_LOSS_S = 8.0  # a collective fails at once when a process dies, but the connection is given up seconds later
+_PEER_LOSS_S = 8.0  # wait after a failed collective: other processes notice a dead process seconds after the collective
 # Prefixes of XLA runtime errors that another process may cause; jax raises them as RuntimeError or ValueError.
 _STATUS = re.compile(
     r"(UNKNOWN|INTERNAL|UNAVAILABLE|ABORTED|CANCELLED|DEADLINE_EXCEEDED|FAILED_PRECONDITION|DATA_LOSS): "
@@ -209,7 +209,7 @@ def _early(argv: Sequence[str], key: str, default: Any, prefix: str = "--config.
 
 
 def _switched_on(argv: Sequence[str], key: str) -> bool:
-    """True if the command line sets a switch, read before absl parses the flags."""
+    """Returns True if the command line sets the switch `key`; used before absl has parsed the flags."""
     values = [arg.partition("=")[2].lower() for arg in argv if arg.partition("=")[0] == f"--{key}"]
     return bool(values) and values[-1] in ("", "true", "t", "yes", "y", "1")
 
@@ -239,7 +239,7 @@ def _check_overrides(argv: Sequence[str], config: ConfigDict) -> None:
                     hint = " Did you mean 'config'?"
                 raise ValueError(f"{where} has no key {key!r}.{hint}")
             parent, group = group, group.get(key)
-            if parent.get_type(key) is type(None):  # a field of a class, such as an optimizer
+            if parent.get_type(key) is type(None):  # a value that is no plain setting, such as an optimizer
                 raise ValueError(f"config.{path} is an object, which no flag can hold: set it in a configuration file.")
         if isinstance(group, ConfigDict):
             raise ValueError(f"{arg}: config.{path} is a group of keys; set one of them: {', '.join(group)}.")
@@ -256,7 +256,7 @@ def _find_cluster(argv: Sequence[str], *, joins: bool = False, planned: bool = F
     Raises:
       ValueError: the settings cannot work in this cluster.
     """
-    # Nobody joins a dry run, which checks the job on this process's devices.
+    # A dry run checks the job on this process's own devices, so it does not wait for other processes.
     alone = joins or planned or (_splits(argv) and _switched_on(argv, "dry_run") and "PODRL_CHANNEL" not in os.environ)
     topology = "auto" if alone else _early(argv, "topology", "auto", prefix="--")
     flags = {name: _early(argv, name, "", prefix="--") for name in detect.CLUSTER_FLAGS}
@@ -374,7 +374,7 @@ def resolve(config: ConfigDict, argv: Sequence[str]) -> tuple[ConfigValues, list
     values = ConfigDict(complete(config.to_dict()))
     _check_overrides(argv, values)
     parsed: list[str] = []
-    emptied: dict[str, bool] = {}  # for each key, True if its last override is None, not a number for absl
+    emptied: dict[str, bool] = {}  # for each key, True if its last override is None, which absl cannot parse
     for arg in argv:
         key, equals, text = arg.removeprefix("--config.").partition("=")
         override = arg.startswith("--config.") and bool(equals)
@@ -519,11 +519,12 @@ def _report(error: BaseException, joined: Sequence[Pod]) -> tuple[int, str]:
         print("\n".join((f"podrl: error: {as_sentence(error)}", *_how_to_resume(error))), file=sys.stderr)
         return EXIT_INFRASTRUCTURE, str(error)
     runtimes = _STATUS.match(str(error)) is not None and isinstance(error, RuntimeError | ValueError)
-    # A collective may have lost a process: if another process knows the reason, await_end does not return.
+    # The error may come from a collective that lost a process. If another process reports why, await_end ends this
+    # process and does not return.
     for pod in joined if runtimes else ():
         pod.await_end(_PEER_LOSS_S)
     users = isinstance(error, ValueError | OSError | ImportError) and not runtimes
-    # Python names the module in an ImportError. podrl's own ImportErrors have no name: they say which extra to install.
+    # An ImportError of Python itself names a module and is a bug. podrl's own say which extra to install and name none.
     bug = not users or (isinstance(error, ImportError) and error.name is not None)
     notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
     text = disk_trouble(error) or f"{error}{notes}" if users else f"{type(error).__name__}: {error}"
@@ -555,7 +556,7 @@ def main() -> None:
         code = _run(sys.argv, joined)
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else EXIT_USER
-    except BaseException as error:  # noqa: BLE001 - the last frame: say it once and leave
+    except BaseException as error:  # noqa: BLE001 - no caller handles it: report once and exit
         code, text = _report(error, joined)
     for pod in joined:
         pod.leave(code) if code in (EXIT_DONE, EXIT_PREEMPTED) and not text else pod.fail(code, text)

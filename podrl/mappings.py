@@ -23,11 +23,12 @@ ChatMessage = Mapping[str, Any]
 # A function that the model may call, as {"type": "function", "function": {name, description, parameters}}.
 ToolSchema = Mapping[str, Any]
 
-# A tool as its function or its server declares it: 'name', 'description' and 'schema' of the arguments, and, once the
-# toolbox offers it, 'key', 'query' and 'tag' (podrl.environments.toolbox).
+# A tool as its function or its server declares it: 'name', 'description' and 'schema' of the arguments. The toolbox
+# adds 'key', 'query' and 'tag' (podrl.environments.toolbox.Tool).
 ToolDeclaration = Mapping[str, Any]
 
-# A sample's entry in `podrl.types.Rollouts.episodes`: 'turns', 'metrics', 'seconds', and 'text' and 'reward' if given.
+# A sample's entry in `podrl.types.Rollouts.episodes`: 'turns', 'metrics' and 'seconds'; also 'text' and 'reward' if the
+# environment gave them.
 EpisodeRecord = Mapping[str, Any]
 
 # An entry of an episode's 'turns', or of an observation's outside answers: 'by', 'text', 'seconds', 'failed', ...
@@ -50,10 +51,11 @@ JournalEntry = Mapping[str, Any]
 # A line of metrics.jsonl or samples.jsonl: 'step', and metrics by name or the fields of a sample.
 LogRecord = Mapping[str, Any]
 
-# A piece of a process's work, a line of spans.jsonl: 'step', 'host', 'lane', 'name', 'start' and 's', both in seconds.
+# A piece of a process's work, a line of spans.jsonl: 'step', 'host', 'lane', 'name', 'start' and 's' (duration). Both
+# times are in seconds.
 Span = dict[str, Any]
 
-# Metrics by the names of docs/metrics.md: numbers, and before the recorder copies them to the host, arrays on devices.
+# Metrics by the names of docs/metrics.md: arrays on devices until the recorder copies them to the host, then numbers.
 Metrics = Mapping[str, Any]
 
 # A configuration, or a section of one, as nested mappings: settings and sections by key (docs/reference/keys.md).

@@ -8,7 +8,9 @@ import jax
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 _PARTS, _TILE = 64, 16
-Stack = Mapping[str, Any]  # the leaves of layers that are alike, by name, with the layers along the first axis
+Stack = Mapping[
+    str, Any
+]  # parameters of layers of one kind, by name, each stacked over the layers along the first axis
 HOST = "pinned_host"  # the kind of the host's memory that devices read and write by themselves
 
 
@@ -62,14 +64,14 @@ def copier(tree: Any) -> Callable[[Any], Any]:
 
 
 def placed(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-    """Returns the shape of an array at another place."""
+    """Describes an array, by its shape and dtype, with another placement."""
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
 def on_devices(tree: Any) -> Any:
     """Copies to the devices the arrays of a tree that wait in the host's memory; each process copies its own parts.
 
-    Other arrays are shared. Shapes with placements in the host's memory get the placements on the devices.
+    Other arrays are returned as they are. Shapes with placements in the host's memory get placements on the devices.
     """
 
     def moved(x: Any) -> Any:
@@ -176,7 +178,7 @@ def check(mesh: Mesh | None, key: str, instead: str) -> None:
     Args:
       mesh: devices that must reach the host's memory; None for the process's own.
       key: setting that needs the host's memory, with its value.
-      instead: end of the message that names the key to turn.
+      instead: last part of the error message, which names the key to turn.
 
     Raises:
       ValueError: the devices cannot reach the host's memory.

@@ -2,13 +2,13 @@
 
     python -m podrl.replay RUN --step=N [--start=0] [--change=grpo.beta=0.1 ...] [--keep=DIR] [flags of podrl.launch]
 
-The replay starts from the run's newest checkpoint before N, or with --start=0 from its beginning, and repeats the steps
-in between. With rollout.clock='wall', the clock's decisions are read from the run's journal. RUN is only read.
+The replay starts from the run's newest checkpoint before step N, or with --start=0 from the run's beginning. It repeats
+the steps up to N. With rollout.clock='wall', the clock's decisions are read from the run's journal. RUN is only read.
 
-Without --change, the metrics of the step must equal the recorded ones bitwise. If the run has a checkpoint of N, the
-weights must be equal, too. With --change, the batch of the step is sampled as in the run, and trained on twice: with
-the run's settings and with the changed ones. The command shows the metrics with changed settings beside the recorded
-ones, and compares the weight and clip of each token between the two trainings.
+Without --change, the metrics of the step must equal the recorded metrics bitwise. If the run has a checkpoint of N, the
+weights must be equal, too. With --change, the batch of the step is sampled as in the run. The step is then trained
+twice: with the run's settings, and with the changed ones. The command shows the metrics with changed settings beside
+the recorded metrics, and compares the weight and clip of each token between the two trainings.
 
 The run's code, data, model, processes (--local_processes) and kind of devices must be available. Exit code 0: the step
 is equal, or the comparison was shown. 1: the step is different, or the replay was not possible.
@@ -119,11 +119,11 @@ def replay(
     if start not in (0, *saved):
         raise ValueError(f"--start={start} is not a checkpoint of {run} before step {step}: 0 or {saved} are.")
     logged = {key: value for key, value in (config.get("log") or {}).items() if not former(f"log.{key}")}
-    # Lists are emptied here, because no flag of podrl.launch can empty a list in the JSON.
+    # The lists eval.sets and log.to are emptied here, because no flag of podrl.launch can empty a list in the JSON.
     config = {**config, "eval": {**(config.get("eval") or {}), "sets": []}, "log": {**logged, "to": []}}
     (scratch / "recorded.json").write_text(json.dumps(config))
     (scratch / "replay.py").write_text(_CONFIG)
-    problems = min(int((config.get("eval") or {}).get("problems", 0)), 1)  # 0 would remove the accuracies, too
+    problems = min(int((config.get("eval") or {}).get("problems", 0)), 1)  # 0 would also remove the metrics of accuracy
     quiet = (*_QUIET, f"checkpoint.keep={step + 1}", f"eval.problems={problems}", "eval.samples=1")
     again, values = scratch / "run", [f"--config.{value}" for value in quiet]
     _prepare(run, again, start, config)

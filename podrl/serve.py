@@ -4,7 +4,7 @@
 
 The command prints the address and the key, and answers /v1/chat/completions, /v1/completions, /inference/v1/generate
 and /v1/models under the model name 'policy'. On Ctrl-C or SIGTERM it refuses new requests and gives the open ones 10
-seconds to finish. All requests are sampled in one running batch; each gets the tokens that it would get alone.
+seconds to finish. All requests are sampled in one running batch; each request gets the tokens that it would get alone.
 docs/endpoint.md lists the fields that are honoured, docs/agents.md the settings of an agent's SDK.
 """
 
@@ -152,7 +152,7 @@ def run(serving: Any, front: "PolledFront", is_ending: Callable[[], bool]) -> No
 
 
 class PolledFront:
-    """Runs a front on its own event loop, and hands the requests to one thread that polls.
+    """Runs a front (the process of the HTTP endpoint) on its own event loop. One thread polls for the requests.
 
     Attributes:
       address: base URL for clients.
@@ -315,7 +315,7 @@ def _load(args: argparse.Namespace, devices: Sequence[Any] | None = None) -> tup
     check_vocab(model, tokenizer.vocab_size)
     context = min(model.max_length, _CONTEXT) if args.context is None else args.context
     check_positions(model, context - 1, context, lower="lower --context.")
-    # A prompt may fill the context up to its last token, which is left for the answer.
+    # A prompt may fill the context except for its last token, because an answer has at least one token.
     config = RolloutConfig(
         max_prompt_length=context - 1, max_tokens_to_generate=1, kv_cache_size=context, lanes=args.lanes
     )

@@ -31,7 +31,7 @@ from podrl.types import Layout, Ratio
 # among its sampled tokens; the last sequence is a prompt alone.
 SEQUENCES = ((2, 4), (1, 3), (1, 2), (3, 0))
 ROWS, WIDTH = 4, 12
-# Names of the per-token inputs that every policy loss reads besides its mask and lengths: the fields that must be set.
+# Names of the per-token inputs that every policy loss reads besides mask and lengths: fields that have no default None.
 NAMES = [
     field.name.removesuffix("_BT")
     for field in dataclasses.fields(ReferencedRows)
@@ -137,7 +137,7 @@ def check_no_advantage(loss: Loss, *, but: int = 0) -> None:
 
 
 def check_direction(loss: PolicyLoss) -> None:
-    """Checks that an on-policy step changes likelihoods, and none against the sign of the token's advantage."""
+    """Checks that an on-policy step changes likelihoods, and changes none against the sign of its token's advantage."""
     tokens = sequences()
     layout = packed_layout(tokens["owner"])
     _, _, grad_BT = run(with_old(loss, "current"), lay_out(tokens, layout))
@@ -169,7 +169,7 @@ def check_extremes(loss: Loss) -> None:
 
 _REWARD_B: Any = np.array([1.0, 0.0, 0.5, 0.5, 3.0, 1.0, 1.0, 1.0])  # two prompts, four samples each
 _GROUP_B = complete(2, 4)
-_MASK_BT: Any = np.tril(np.ones((8, 8)))  # row b has b + 1 sampled tokens, its first ones
+_MASK_BT: Any = np.tril(np.ones((8, 8)))  # in row b, the first b + 1 tokens are sampled
 
 
 def check_equal_rewards(estimate: AdvantageEstimator) -> None:
@@ -203,7 +203,7 @@ def check_padding(estimate: AdvantageEstimator) -> None:
 def _advantages(estimate: AdvantageEstimator, reward_B: Any, mask_BT: Any) -> np.ndarray:
     baseline_B: Any = np.zeros_like(reward_B)
     advantage_BT = np.asarray(estimate(outcome_reward(reward_B, mask_BT), baseline_B, mask_BT, group_B=_GROUP_B))
-    # The comparisons of numpy.testing take NaN for equal to NaN.
+    # The checks compare advantages by numpy.testing, which takes NaN for equal to NaN, so NaN is refused here.
     assert np.all(np.isfinite(advantage_BT)), "an advantage is NaN or infinite"
     return advantage_BT
 
@@ -263,7 +263,7 @@ def padded_layout(owner: np.ndarray) -> Places:
 
 
 def packed_layout(owner: np.ndarray) -> Places:
-    """Lays out sequences 2 and 0 in the last row, and sequences 3 and 1 in the second row; the others are empty."""
+    """Lays out sequences 2 and 0 in the last row, and sequences 3 and 1 in the second row; all other rows are empty."""
     placement = {2: (3, 1), 0: (3, 2), 3: (1, 1), 1: (1, 2)}
     row, column, segment = (np.zeros_like(owner) for _ in range(3))
     used = np.zeros(ROWS, int)
@@ -297,7 +297,7 @@ def lay_out(tokens: dict[str, np.ndarray], layout: Places, junk: float = 0.0) ->
 
 @functools.lru_cache(maxsize=32)
 def compiled(loss: Loss) -> Callable[..., Any]:
-    """Compiles a loss, once: the program returns loss, metrics and the gradient of the loss's numerator."""
+    """Compiles a loss once for all calls; the program returns loss, metrics and gradient of the loss's numerator."""
 
     def total(logprob_BT: Any, *rest: Any) -> Any:
         found, metrics = loss(logprob_BT, *rest)

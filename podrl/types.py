@@ -25,7 +25,7 @@ PyTree = Any
 
 
 class JaxDevice(Protocol):
-    """A device of jax, real or of a topology; jax's own name for this type is no class to type checkers."""
+    """A device of jax, real or of a topology; type checkers do not recognise jax's own class."""
 
     id: int
     process_index: int
@@ -39,7 +39,7 @@ class BatchError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Prompts:
-    """P distinct prompts on the host, with the fields their rewards need and the data position after them.
+    """P distinct prompts on the host, with fields for reward functions and the position in the data after the prompts.
 
     Attributes:
       tokens_PT: prompt tokens, right-padded with the pad id.
@@ -71,7 +71,7 @@ STOP_EOS, STOP_LENGTH, STOP_STRING, STOP_FAILED, STOP_ENV, STOP_DEADLINE, STOP_C
 class LeftOut(enum.IntEnum):
     """The reason why a sample has no weight in the policy's loss.
 
-    If several reasons apply to a sample, the code that is tested first counts (podrl/learner/left_out.py). The names
+    If several reasons apply to a sample, the reason that is tested first counts (podrl/learner/left_out.py). The names
     are those of the metrics `loss/left_out/REASON`, which docs/metrics.md explains. Checkpoints hold the numbers, so a
     number must not change.
     """
@@ -129,24 +129,24 @@ class Rollouts:
       mask_BT: 1 where the policy sampled the token (the end token included), 0 on prompt, tool output and padding.
       logprob_BT: log-probability at the sampling temperature over the whole vocabulary, nats. The trainer computes the
         same distribution.
-      kept_BT: probability, under the distribution of `logprob_BT`, of the tokens that top-k, top-p and min-p left to
-        choose from. The token was drawn with log-probability logprob_BT - log(kept_BT). 1 without these filters and
+      kept_BT: total probability of the tokens that top-k, top-p and min-p left to choose from, under the distribution
+        of `logprob_BT`. The token was drawn with log-probability logprob_BT - log(kept_BT). 1 without these filters and
         where mask is 0.
       raw_logprob_BT: log-probability under the model's own distribution at temperature 1, nats.
       version_BT: version of the weights that sampled each token; -1 where mask is 0.
       turn_reward_BT: rewards that the sample's environment gave. The reward of a turn is on the last sampled token of
-        the turn. The reward of the whole sample is on the last sampled token of all, or on the prompt's last token
-        where no token was sampled. 0 elsewhere, and without an environment.
+        the turn. The reward of the whole sample is on the sample's last sampled token, or on the prompt's last token
+        if no token was sampled. 0 elsewhere, and without an environment.
       stop_B: reason why each sample ended: STOP_EOS to STOP_CALLS.
       completions: decoded completions without end tokens.
-      episodes: record of each sample's episode, as JSON: `turns` (of the model: by, text, tokens, versions of the
-        first and last token, stop, reward; of others: by, text, tokens, seconds, failed, replayed), `metrics` by name,
-        `seconds`, `text` where the environment gave the text to be scored, and `reward`, the sum of the rewards that
-        the environment gave, if it gave any.
+      episodes: record of each sample's episode, as JSON: `turns`, `metrics` by name and `seconds`; `text` if the
+        environment gave the text to be scored; `reward`, the sum of the environment's rewards, if it gave any. A turn
+        of the model has by, text, tokens, versions of the first and last token, stop and reward. A turn of a tool or
+        a service has by, text, tokens, seconds, failed and replayed.
       seconds: wall time that generating the batch took.
-      route_BTX: experts that computed each token in the sampler, prompt tokens included: bytes of the numbers (L, k)
-        that `podrl.models.moe.route` takes. 0 where no route is recorded: at padding, and at the last token, which
-        no program has read. None if the job does not record routes.
+      route_BTX: numbers of the experts that computed each token in the sampler, prompt tokens included. The entry of a
+        token has the bytes of the array (L, k) that `podrl.models.moe.route` takes. 0 where no route is recorded: at
+        padding, and at the last token, which no program has read. None if the job does not record routes.
     """
 
     prompts: Prompts
@@ -248,8 +248,8 @@ class Layout:
       last_BT: last segment that sees each token; 0 on padding. A token s is seen by the later tokens t of the row with
         segment[s] <= segment[t] <= last[s]: the tokens of its own segment, and tokens of other segments whose sequences
         begin with s. None if segments share no tokens: a token is then seen by its own segment alone.
-      sample_BT: number of each token's sample within the row, from 1; 0 on padding. None unless samples of several
-        segments lie in one row each, so that loss terms over whole samples can be computed.
+      sample_BT: number of each token's sample within the row, from 1; 0 on padding. Set only if samples have several
+        segments, and each sample lies in one row so that loss terms over whole samples can be computed; else None.
       route_BTX: experts that the policy's tokens take, as in `Rollouts.route_BTX`; None where the router chooses for
         every token. Only the policy reads it, no other model.
     """
@@ -265,7 +265,7 @@ class Layout:
         """Number of each token's sample within the row: 1, 2, ...; 0 on padding.
 
         The number is the token's segment id, unless samples have several segments. Loss terms over whole samples group
-        tokens by this number. On tokens that several samples share the number means nothing; no loss counts them.
+        tokens by this number. The number means nothing on tokens that several samples share; no loss counts them.
         """
         return self.segment_BT if self.sample_BT is None else self.sample_BT
 
@@ -281,7 +281,7 @@ class Batch(Generic[Rows]):
       rows: per-token arrays that the program reads: a Layout for scoring, else the dataclass that is declared beside
         the loss that reads it. Names of fields give the shape of one micro-batch; here each array has a leading
         dimension A before the dimensions of its name.
-      micro_batches: number of the A micro-batches that hold tokens, at least 1. Micro-batches with tokens come first.
+      micro_batches: how many of the A micro-batches hold tokens, at least 1. Micro-batches with tokens come first.
     """
 
     rows: Rows
@@ -294,7 +294,7 @@ class Batch(Generic[Rows]):
 
 
 def unrouted(batch: Batch[Layout]) -> Batch[Layout]:
-    """Drops the recorded routes from a batch: only the policy reads them, not its older states and not other models."""
+    """Drops the recorded routes from a batch for a model other than the current policy, which alone reads routes."""
     return Batch(dataclasses.replace(batch.rows, route_BTX=None), batch.micro_batches)
 
 
@@ -337,7 +337,7 @@ class Policy:
 
 @flax.struct.dataclass
 class Ratio:
-    """Numerator and denominator of a mean: micro-batches and hosts add each of them, and the division happens once."""
+    """Numerator and denominator of a mean. Each is summed over micro-batches and hosts before the only division."""
 
     total: Float[Array, ""]
     count: Float[Array, ""]

@@ -14,7 +14,7 @@ from typing import Any
 from podrl.mappings import JsonObject
 
 Cuts = tuple[tuple[tuple[int, int], ...], ...]
-QUERY = ""  # key of the text between tags, until the tool's schema gives the name of its argument
+QUERY = ""  # key of the text between tags in Call.arguments, until `fitted` finds the argument's name in the schema
 # Possessive quantifiers (`*+`, `++`) do not backtrack, so matching takes linear time for every text of a model.
 _ATTRIBUTE = re.compile(r"""\s++([\w.:-]++)\s*+=\s*+(?:"([^"]*+)"|'([^']*+)'|([^\s"'>]++))""")
 _CLOSING = re.compile(r"\s*+>")
@@ -28,7 +28,8 @@ _CALLED = (*_ARGUMENTS, "tool_calls", "function_call")  # keys that a JSON objec
 _SOMETHING_CALLED = re.compile(
     rf"""(?:\[\s*+)?\{{\s*+["']?+(?:name|function|type|tool|tool_name|{"|".join(_CALLED)})["']?+\s*+:"""
 )
-# A code fence or a tag at the end of the text before a JSON value. It shows that no sentence quotes the value.
+# A code fence or a tag at the end of the text before a JSON value. It shows that the value is not a quotation in a
+# sentence, and so is meant as a call.
 _SET_OFF = re.compile(r"(?:```\w*+|(?<!<answer)>)\s*+\Z")
 _BEHIND = " \t\r\n,;"  # characters that may separate two calls
 _BEGIN = re.compile(r"[\[{]")

@@ -36,8 +36,9 @@ class MCPServer:
         'http://host:port/sse' (sse). `python` as the first word of a command is the interpreter that runs podrl.
       names: tools that the model may call, by the names that the model uses; empty for all tools of the server.
       aliases: the server's name for a tool, by the name that the model uses; needed only if the two names differ.
-      query: argument that receives the text between the tags of a call, by the name of the tool. A tool without an
-        entry uses the first of query, url, webpage_url, input and text that it has, else its first required argument.
+      query: argument that receives the text between the tags of a call, by the name of the tool. For a tool without an
+        entry, the names query, url, webpage_url, input and text are tried in this order, then the first required
+        argument is used.
       result: tag around each document of a tool's answer, by the name of the tool: 'snippet' or 'webpage'. A tool
         without an entry has the tag of DR-Tulu's tool of the same name, else no tag: its answer is one text.
       deadline_s: longest time of one call, seconds.
@@ -150,12 +151,13 @@ class EnvironmentConfig:
       verifiers: interpreter of a Python environment with the package verifiers, such as 'vf/bin/python'. It plays the
         tasks that podrl.verifiers wrote, in place of a program; '' for none. See docs/ecosystems.md.
       processes: number of processes of the program in each worker. A process runs one episode at a time; other episodes
-        wait for a free process. An episode that has paused at the end of a window of tokens keeps its process, but
-        this process does not count here.
-      failed_share: largest share of the samples of a batch whose programs may fail; more failures end the job.
-      history: 'template' opens a branch where the chat template renders earlier turns differently from how they were
-        sampled, as templates that drop thoughts do: the model then reads what it will read when deployed. 'append'
-        continues the sampled tokens instead.
+        wait for a free process. With a max_staleness of 2 or more, an episode may pause until the next window
+        (docs/async.md). The paused episode keeps its process, but this process does not count here.
+      failed_share: largest share of a batch's samples that may be lost because their programs fail; more failures end
+        the job.
+      history: 'template' opens a branch (a new token sequence of the sample) where the chat template renders earlier
+        turns differently from how they were sampled; templates that drop thoughts do this. The model then reads the
+        same tokens that it will read when deployed. 'append' continues the sampled tokens instead.
       tools: Python tools: 'file.py:function', 'package.module:function' or the name of a built-in tool.
       mcp: servers that offer tools, each an MCPServer or only its target.
       parser: format in which the model writes a tool call. 'call_tool' (also 'v20250824'), 'tool' (also 'unified') and
@@ -169,9 +171,9 @@ class EnvironmentConfig:
       arguments: arguments that are added to a call if the model leaves them out, by the names of tool and argument.
       max_turns: largest number of turns of the model in one episode.
       calls_per_window: largest number of turns that a sample may end in each of its windows except the last; used with
-        a max_staleness of 2 or more. The environment's answer to the last of these turns enters the sample in the next
-        window, so that slow tools run while the trainer updates. None sets no limit: a window then waits for all
-        answers.
+        a max_staleness of 2 or more. A window is the time under one version of the weights (docs/async.md). The
+        environment's answer to the last of these turns enters the sample in the next window, so that slow tools run
+        while the trainer updates. None sets no limit: a window then waits for all answers.
       output_tokens: largest number of tokens of one tool's output. The middle of a longer output is left out, and a
         note in its place says how much.
       deadline_s: longest time that the environment and its tools may take in one episode, seconds; time of waiting for

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from podrl.mappings import JsonObject, PackedTokens
 
-NUMBER = -1  # number of the record in the journal; outside answers of a sample are numbered from 0, so it is free
+NUMBER = -1  # number of the record in the journal; a sample's outside answers have the numbers from 0, so -1 is free
 EpisodeRequest = JsonObject  # a request, as the fields of a podrl.environments.workers.EpisodeObservation
 
 
@@ -56,7 +56,10 @@ def digest(turn: JsonObject) -> str:
 
 
 def _shortened(request: EpisodeRequest, before: Sequence[EpisodeRequest]) -> EpisodeRequest:
-    """Cuts off the first `keep` messages of a request, if the earlier request number `of` begins with them, too."""
+    """Cuts off the first messages of a request, if an earlier request begins with the same messages.
+
+    The fields `keep` (number of these messages) and `of` (number of the earlier request) are added to restore them.
+    """
     if not (chat := request.get("chat")):
         return request
     shared = [

@@ -58,7 +58,7 @@ class Handler(Protocol):
     """Receives the requests of a front. The front's event loop calls the methods, so they must not block."""
 
     def on_request(self, number: int, episode: str, request: ParsedRequest) -> None:
-        """Receives a new request; the owner ends it with `Front.send_answer` or `send_refusal`."""
+        """Receives a new request; the front's owner ends the request by `Front.send_answer` or `send_refusal`."""
         ...
 
     def on_disconnect(self, number: int) -> None:

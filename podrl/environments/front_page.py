@@ -30,8 +30,9 @@ class _Node:
       answers: the answers as messages of the assistant.
       ends: for each answer, the tokens of the prompt and the answer, 4 bytes per token.
       parent: number of the earlier request whose answer this request continues; 0 if it continues none.
-      reason: reason why the request began a branch; '' if it continues one.
-      tokens: three numbers of tokens: in the prompt, in its part after the continued answer, and in the answers.
+      reason: reason why the request began a branch; '' if the request continues a branch.
+      tokens: three numbers of tokens: in the prompt, in the part of the prompt after the continued answer, and in the
+        answers.
     """
 
     number: int

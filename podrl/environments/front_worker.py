@@ -30,7 +30,7 @@ from podrl.workers.frames import frame_of
 
 _BEAT_S = 3.0  # an idle stream sends a comment this often, so that no proxy closes it
 _LARGE = 1 << 20  # bytes; longer bodies are read one after the other, which bounds the memory
-_KEPT = 32  # if an episode has more requests, open ones included, its oldest answered requests are forgotten
+_KEPT = 32  # requests of an episode, open requests included; beyond this number, the oldest answered ones are forgotten
 _DIALECTS: Mapping[str, Any] = {
     "/v1/chat/completions": chat,
     "/v1/responses": responses,
@@ -191,13 +191,13 @@ class Endpoint:
                 raise RefusedRequest(405, "method_not_allowed", why)
         except RefusedRequest:
             with contextlib.suppress(RefusedRequest):
-                # Most clients read no answer before they have sent the whole body.
+                # The body is read before the refusal, because most clients read no answer while they still send.
                 await client.drain(self._max_body_bytes)
             raise
         if client.path == "/v1/models":
             await client.send_response(200, _JSON, to_json(self._model_list()))
             return
-        async with episode.open:  # before the body is read, so that a waiting request takes no memory
+        async with episode.open:  # a request waits here before its body is read, so that it takes no memory
             await self._answer(client, episode)
 
     def _episode(self, client: Client) -> _Episode:

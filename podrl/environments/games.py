@@ -14,7 +14,8 @@ from podrl.config import install
 from podrl.environments.stepped import SteppedEnvironment
 from podrl.mappings import JsonObject
 
-# TextArena's games draw from Python's global random generator, which all episodes of a process share.
+# A lock around each use of Python's global random generator: TextArena's games draw from this generator, which all
+# episodes of a process share.
 _DRAWS = threading.Lock()
 # A function from the text that the opponent reads to the opponent's action.
 Opponent = Callable[[str], str]
@@ -49,7 +50,7 @@ class _TextArena:
     def __init__(self, game: str, opponent: Opponent | None, settings: Mapping[str, object]) -> None:
         import textarena
 
-        # Without TextArena's wrappers, an observation holds only what is new since the player's last turn.
+        # '-raw' leaves out TextArena's wrappers: an observation then holds only messages since the player's last turn.
         self._env = textarena.make(f"{game.removesuffix('-raw')}-raw", **settings)
         self._opponent, self._draws = opponent, None
 
@@ -84,7 +85,7 @@ class _TextArena:
     def _drawing(self, seed: int | None = None) -> Iterator[None]:
         """Sets Python's random generator to the state of this game, and restores the former state afterwards.
 
-        The game then depends only on its seed and the actions.
+        Draws of other games therefore do not change this game: it depends only on its seed and the actions.
         """
         with _DRAWS:
             others = random.getstate()

@@ -1,4 +1,4 @@
-"""Runs a process's episodes in workers; if one dies or blocks, other workers replay the logs of its episodes."""
+"""Runs a process's episodes in workers; if a worker dies or blocks, others replay the logs of its episodes."""
 
 import asyncio
 import dataclasses
@@ -40,7 +40,8 @@ class EnvironmentFailure(BatchError):  # noqa: N818 - the word of docs and logs
 class _Episode:
     """An episode and its log. When the episode is replayed, it must repeat the log before it may continue.
 
-    An episode has the same number until it ends, and a new `attempt` each time it starts in a worker.
+    An episode has the same number until it ends, and a new `attempt` each time it starts in a worker. An outside
+    request is a call of a tool or of Model.outside, and an outside answer is its result.
 
     Attributes:
       number: number of the episode, from the caller.
@@ -56,7 +57,8 @@ class _Episode:
       answers: the log of outside answers, by their numbers.
       descriptions: descriptions of the outside requests, by their numbers.
       open_requests: (description, start by time.monotonic()) of each outside request without an answer, by number.
-      jobs: tasks that answer outside requests, by their numbers; NUMBER is the task that reads or writes `finished`.
+      jobs: asyncio tasks that answer outside requests, by the requests' numbers; the entry NUMBER is the asyncio task
+        that reads or writes `finished`.
       position: number of observations in the present attempt.
       attempts: number of attempts since the last new observation, including the present attempt.
       spent_s: time of the environment and its tools up to `since`, seconds.
@@ -94,8 +96,8 @@ class _WorkerProcess:
     Attributes:
       process: the process.
       last_frame_at: time of the last frame from the process, by time.monotonic().
-      handling: attempt that the process works for, as it last reported; None before the first report, and while it
-        handles a frame that belongs to no episode.
+      handling: attempt that the process works for, by the last report of the process; None before the first report, and
+        while the process handles a frame that belongs to no episode.
       loaded: future of the reply to loading the environments.
       episodes: numbers of the episodes in this process.
     """
@@ -385,8 +387,9 @@ class EnvironmentHost:
     def _is_recorded(self, task: Task) -> bool:
         """Returns True if the whole episode is recorded at its end (`_on_return`).
 
-        Episodes of agent programs are recorded, because a program may behave differently on a replay. All conversations
-        are recorded if a run that is started again draws other samples, because a replay would get other answers.
+        Episodes of agent programs are recorded, because a program may behave differently on a replay. If a run that is
+        started again draws other samples, every episode with Model.chat is recorded, because a replay would get other
+        answers.
         """
         if self._journal is None or task.fields.get("env") in self._config.others:
             return False
@@ -476,7 +479,8 @@ class EnvironmentHost:
                 worker.handling = handling
             case {"loaded": _}:
                 worker.loaded.set_result(frame)
-                if self._watch is not None and "raised" in frame:  # the first workers could load the environment
+                # `open` reports the errors of the first workers. Here an environment that could be loaded before fails.
+                if self._watch is not None and "raised" in frame:
                     why = f"cannot be loaded again: {frame['raised']}"
                     self._emit(EnvironmentFailure(f"Environment {self._config.environment} {why}"))
             case {"turn_request": attempt, "fields": fields, "records": records} if attempt in self._by_attempt:

@@ -61,7 +61,7 @@ class Journal:
         """
         self._store, self.exact = store, exact
         self._known: dict[str, Records] = {}
-        self._reading = asyncio.Lock()  # held while the store is read, so that no sample looks into records out of date
+        self._reading = asyncio.Lock()  # held while the store is read, so that no sample looks up an outdated record
         self._old: set[str] = set()  # names of steps that must be read again, as other processes may have added records
         self._shed: set[str] = set()  # names of steps with records that were added to the store but not to `_known`
         self._warned = not exact
@@ -85,7 +85,7 @@ class Journal:
                 self._shed.discard(name)
                 try:
                     known = self._known[name] = {**await self._store.read(name), **self._known.get(name, {})}
-                except BaseException:  # a cancelled sample must not take the reading from the others
+                except BaseException:  # if this sample is cancelled, the next sample must read again
                     self._old.add(name)
                     raise
         found = known.get((task.index, task.sample, number))
@@ -112,7 +112,7 @@ class Journal:
         await self._store.add(_name(task), record)
         if _is_large(record):
             self._shed.add(_name(task))
-            self._known.get(_name(task), {}).pop(_key(record), None)  # a record of an earlier run is out of date
+            self._known.get(_name(task), {}).pop(_key(record), None)  # an earlier run's record of this episode is void
         else:
             self._known.setdefault(_name(task), {})[_key(record)] = record
 
@@ -239,7 +239,7 @@ class Files:
                     file.write(sealed_lines.encode(record))
                     if _is_large(record):
                         self._shed.add(name)
-                        known.pop(_key(record), None)  # a record of an earlier run is out of date
+                        known.pop(_key(record), None)  # an earlier run's record of this episode is void
                     else:
                         known[_key(record)] = record
                 for file in changed.values():

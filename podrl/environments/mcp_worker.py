@@ -145,8 +145,8 @@ class _Server:
             call.cancel()
 
     async def _is_gone(self, session: Any) -> bool:
-        """Returns True if nothing listens at the server's address, or if the server lost the session; False if it is
-        busy."""
+        """Returns True if nothing listens at the server's address, or if the server lost the session; False if the
+        server is only busy."""
         url = urllib.parse.urlsplit(self._server.target)
         port = url.port or (443 if url.scheme == "https" else 80)
         try:
@@ -207,7 +207,7 @@ class _ServerSecrets:
 
     @contextlib.contextmanager
     def captured_stderr(self) -> Iterator[TextIO]:
-        """Opens a pipe for a command's standard error; a thread keeps its lines until the command has ended."""
+        """Opens a pipe for a command's standard error; a thread keeps the lines until the command has ended."""
         read, write = os.pipe()
         self._last.clear()
         self._reader = threading.Thread(target=self._keep, args=(read,), name="podrl-server-stderr", daemon=True)
@@ -228,7 +228,7 @@ class _ServerSecrets:
             for line in iter(lambda: lines.readline(1 << 16), ""):
                 line = self.hide(line)
                 self._last.append(line[:1000])
-                with contextlib.suppress(OSError):  # if the disk is full: an unread pipe would stop the command
+                with contextlib.suppress(OSError):  # a full disk must not end the reading, or the pipe blocks
                     if out is None or out.tell() < _FILE_BYTES:
                         print(line, end="", file=out or sys.stderr, flush=True)
 
@@ -299,8 +299,8 @@ def _declaration(tool: Any) -> ToolDeclaration:
 
 
 def _text_of(content: Any) -> str:
-    """Gets the text of one part of a server's answer, or of the resource in it; '[image]' (or another kind) if it has
-    no text."""
+    """Gets the text of one part of a server's answer, or of the resource in the part. A part without text becomes its
+    kind, such as '[image]'."""
     text = getattr(content, "text", None)
     if text is None:
         text = getattr(getattr(content, "resource", None), "text", None)

@@ -28,7 +28,7 @@ from podrl.workers.user_objects import LoadError
 Kind = Literal["agent", "environment", "infrastructure", "grading"]
 _KINDS: tuple[Kind, ...] = get_args(Kind)
 _LINE_BYTES = 64 << 20  # longest line that a program may write
-_TAIL = 20  # last lines of standard error that a failure shows
+_TAIL = 20  # number of last lines of standard error that the message of a failure shows
 _FILE_BYTES = 64 << 20  # largest number of bytes of standard error that are kept in the run directory, for each worker
 _GRACE_S = 5.0  # see FrontSettings.grace_s
 # Settings that the job decides; their values in requests are ignored.
@@ -190,7 +190,8 @@ class ProgramEnvironment:
     async def _keep_process(self, runner: "_Runner") -> None:
         """Keeps a process for the next episode; ends it if env.processes idle processes are kept already.
 
-        After a window in which episodes rested, there are more processes than env.processes.
+        An episode that rests until the next window keeps its process, and another episode may start a new process. So
+        there can be more processes than env.processes.
         """
         if len(self._idle) < self._config.processes:
             self._idle.append(runner)
@@ -205,7 +206,7 @@ class ProgramEnvironment:
             return
         await self._free.acquire()
         leaving = asyncio.ensure_future(model.rested.wait())
-        leaving.add_done_callback(lambda _: self._free.release())  # called once, also if it is cancelled
+        leaving.add_done_callback(lambda _: self._free.release())  # runs once, even if `leaving` is cancelled
         try:
             yield
         finally:
@@ -290,7 +291,7 @@ class ProgramEnvironment:
         session.jobs[number] = asyncio.create_task(self._answer(session, number, request, overlaps=overlaps))
 
     def on_disconnect(self, number: int) -> None:
-        """Removes the answer to a request from the sample if its client hung up, because nobody acted on the answer."""
+        """Removes an answer from the sample if the client of its request hung up: nobody acted on the answer."""
         if (session := self._session_of_request.get(number)) is not None:
             session.dropped.add(number)
             session.jobs[number].add_done_callback(lambda job: self._drop(session, number, job))
@@ -348,7 +349,8 @@ class _Runner:
 
         A key never goes into the arguments of the command, which all users of the machine can read.
         """
-        # The mark begins with the mark of this worker, so that the end of the worker also ends the program.
+        # The mark, an environment variable, is how podrl.workers.leftovers finds processes to end. It begins with this
+        # worker's own mark, so that the end of the worker also ends the program.
         mark = f"{os.environ.get(leftovers.MARK, '')}{secrets.token_hex(8)}."
         process = await asyncio.create_subprocess_exec(
             *command,

@@ -70,7 +70,7 @@ def call(fn: Callable[..., object], arguments: JsonObject, task: JsonObject) -> 
     Args:
       fn: the function, which may be a coroutine function.
       arguments: arguments by name, JSON values.
-      task: fields of the sample that calls, for a parameter that is annotated as a Task; empty if there is none.
+      task: fields of the sample that calls, for a parameter that is annotated as a Task; empty if no parameter is.
 
     Returns:
       'text' (the answer, or the first line of an error) and 'failed': '', 'arguments' if the function does not take the
@@ -94,7 +94,7 @@ def call(fn: Callable[..., object], arguments: JsonObject, task: JsonObject) -> 
 
 
 def _hints(fn: Callable[..., object]) -> JsonObject:
-    """Gets a function's annotations; {} if one cannot be evaluated, such as a name that only type checkers see."""
+    """Gets a function's annotations; {} if an annotation cannot be evaluated, such as a name only for type checkers."""
     try:
         return typing.get_type_hints(fn, include_extras=True)
     except Exception:  # noqa: BLE001 - annotations are code of the user

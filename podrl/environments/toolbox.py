@@ -62,7 +62,7 @@ class Toolbox:
         self._resolving = asyncio.Lock()
 
     async def toolset(self, config: EnvironmentConfig) -> list[ToolDeclaration]:
-        """Loads the tools of a configuration and connects to their servers; does so once for each configuration.
+        """Loads a configuration's tools and connects to their servers, at the first call for this configuration.
 
         Returns:
           The declarations of the tools, see `Tool.declared`.

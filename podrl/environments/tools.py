@@ -20,9 +20,10 @@ EXCEEDED = "Max tool calls exceeded."
 class ToolEnvironment:
     """Runs a model's tool calls while the model answers a prompt once or plays another environment.
 
+    Pass the environment to a learner, or set env.environment='file.py:NAME' to the name of the object in a file.
+
     Attributes:
-      config: tools, parser and limits of the environment. Pass the environment to a learner, or name the object as
-        env.environment='file.py:NAME'.
+      config: tools, parser and limits of the environment.
     """
 
     def __init__(
@@ -135,7 +136,8 @@ class WithTools:
     async def _turn(self, observation: str, *, stop: Sequence[str], **limits: Any) -> Turn:
         """Samples the model's next turn.
 
-        A call in a thought is a draft, but its closing tag stops the generation: the turn is then continued.
+        A call in a thought is a draft, which is not run. Its closing tag stops the generation nevertheless, so this
+        method continues the turn.
         """
         turn = await self._model.observe(observation, stop=self._stops(stop), **limits)
         while self._open and turn.stop in self._format.stop and self._format.spoken(turn.text)[1]:

@@ -20,7 +20,8 @@ from typing import Any
 
 _KEY = "PODRL_VERIFIERS_KEY"  # prefix of the environment variables that hold the keys of episodes
 REFUSED = 3  # exit code if the settings do not fit a task; the last line of standard error says why
-# verifiers keeps a client for each key until its server ends, so its server is started again after this many episodes.
+# The server of verifiers keeps a client for each key until the server ends, so this program restarts it after this many
+# episodes.
 _EPISODES = 256
 # Kinds of lost samples (podrl.agent.Failure) by verifiers' types of errors; other errors count as the agent's.
 _KINDS = dict.fromkeys(("EnvError", "SandboxError", "ToolsetError"), "environment")
@@ -70,9 +71,9 @@ class Player:
         return self._read[index]
 
     def check(self, task: Any) -> None:
-        """Checks that the harness and the runtime of the only agent can run a task.
+        """Checks that a task can run in the harness and the runtime of the environment's agent, if it has one agent.
 
-        An environment of several agents gives them tasks of its own, so there is nothing to check before it runs.
+        An environment of several agents gives its agents other tasks, so nothing can be checked before it runs.
 
         Raises:
           UnfitError: the task cannot run; for example, a harness that needs a container would run in subprocesses.
@@ -99,7 +100,7 @@ class Player:
 
         Raises:
           podrl.agent.Failure: the episode failed.
-          RuntimeError: the traces of its trained agents have different rewards.
+          RuntimeError: the trained agents of the episode have different rewards.
         """
         from verifiers.v1 import EvalClientConfig, ModelContext  # pyright: ignore[reportMissingImports]
 
@@ -140,7 +141,7 @@ def _result(episode: Any) -> Mapping[str, Any]:
         )
     metrics: dict[str, float] = {}
     for trace in trained:
-        of = f"{trace.agent.name}/" if len(trained) > 1 else ""  # agents may have rewards of the same names
+        of = f"{trace.agent.name}/" if len(trained) > 1 else ""  # rewards of several agents may have the same names
         metrics |= {of + name: reward.value for name, reward in trace.rewards.items() if reward is not None}
         metrics |= {of + name: float(value) for name, value in trace.metrics.items() if value is not None}
     return {"reward": trained[0].reward, "metrics": metrics}

@@ -27,7 +27,7 @@ from podrl.workers.user_objects import LoadError, explain, explain_load, extend_
 
 HEARTBEAT_S = 0.2  # a frame is sent this often, so that the host knows that the event loop runs
 _EPISODE_FRAMES = ("start", "turn", "answer", "rest", "cancel")  # kinds of frames that belong to one episode
-_YIELDS = 3  # rounds of the event loop between two frames, so that the first frame's episode runs before the second
+_YIELDS = 3  # rounds of the event loop after each frame, so that the frame's episode runs before the next frame comes
 
 
 class RemoteModel:
@@ -131,7 +131,7 @@ class RemoteModel:
         )
 
     async def answer(self, request: ParsedRequest, *, overlaps: bool = False) -> Answer:
-        """Answers a request that a dialect of the wire has parsed, as `chat` answers a conversation.
+        """Answers a parsed HTTP request, in the same way as `chat` answers a conversation.
 
         Args:
           request: request for one answer.
@@ -164,7 +164,7 @@ class RemoteModel:
         self._dropped.append(request)
 
     def reward(self, answer: str, reward: float) -> None:
-        """Adds a reward to an earlier answer; the answer's id may have the prefix of a dialect, as in 'chatcmpl-3'.
+        """Adds a reward to an earlier answer; its id may have the prefix of an HTTP API, such as 'chatcmpl-3'.
 
         Raises:
           RefusedRequest: the episode has no trained answer of this id.
@@ -419,7 +419,8 @@ async def _serve(requests: BinaryIO, replies: BinaryIO) -> None:
     worker = _Worker(replies)
     heartbeats = asyncio.create_task(worker.send_heartbeats(HEARTBEAT_S))
     async for frame, _ in child.frames(requests):
-        # This report goes out before the frame is handled. If no frame follows it, the episode blocks the worker.
+        # This report is sent before the frame is handled. If the worker then sends nothing more, the host knows which
+        # episode blocks the worker.
         worker.send({"handling": next((frame[kind] for kind in _EPISODE_FRAMES if kind in frame), None)})
         worker.handle(frame)
         for _ in range(_YIELDS):

@@ -75,7 +75,7 @@ class EpisodeEnd:
         the episode's program failed. After 'deadline' and 'failed' the sample must be left out of the loss.
       why: error of a program that failed, with the end of its standard error; '' for any other reason.
       dropped: numbers of requests whose answers no client received, since the last EpisodeObservation with `chat`.
-      rewards: (number of an earlier request, reward of its answer) of each reward since that EpisodeObservation.
+      rewards: (number of an earlier request, reward of its answer) of each reward since the same EpisodeObservation.
     """
 
     episode: int
@@ -206,7 +206,7 @@ class Episodes:
         self._loop.soon(self._host.turn, episode, value, drawn)
 
     def record(self, episode: int, routes: Sequence[PackedTokens | None]) -> None:
-        """Adds the routes to the record of an episode after its EpisodeReturn, and has the record written.
+        """Adds the routes (experts of each token) to an episode's record after its EpisodeReturn, and has it written.
 
         Args:
           episode: number of the episode.
@@ -216,7 +216,7 @@ class Episodes:
         self._loop.soon(self._host.record, episode, routes)
 
     def rest(self, episode: int) -> None:
-        """Makes an episode not count towards env.processes, because its answer comes only in the next window.
+        """Stops counting an episode towards env.processes, because the model answers it only in the next window.
 
         The episode's program keeps its process. Without this call, episodes that must end before the next window might
         wait for that process for ever.
