@@ -148,7 +148,8 @@ class RolloutConfig(SamplingSettings):
         every version. Decoding is then as fast as without adapters, and a transfer costs as much as in full training.
         If False, the base model is sent once, and the engine applies the adapters.
       page_kernel: True if decoding on TPUs and GPUs uses podrl's attention kernel. None uses the kernel on v4 and v5p,
-        where it reads less memory than XLA's form (docs/measurements/planning.md), and on NVIDIA GPUs from Ampere on.
+        where it reads less memory than attention compiled by XLA (docs/measurements/planning.md), and on NVIDIA GPUs
+        from Ampere on.
         Samples drawn with and without the kernel differ in their last bits.
       engine: decoding engine: 'podrl', or 'file.py:Class' or 'package.module:Class' for a class of your own
         (podrl/rollout/interface.py has its methods).

@@ -1,4 +1,4 @@
-"""The decode engine's device programs over pools on the rollout mesh: prefill, insert and generate, as in JetStream."""
+"""The decode engine's programs on the rollout mesh: prefill, insert and generate, as in JetStream."""
 
 import dataclasses
 import functools
@@ -49,8 +49,7 @@ def unrolls(model: ModelConfig, mesh: Mesh, dtype: jnp.dtype) -> bool:
 
     A scan copies the weights of every layer in each decode step. Unrolled layers need no such copies, but the device
     holds the weights twice. On a GPU the copies take a fifth of a decode step of 28 layers
-    (docs/measurements/chips.md), so models with more layers than elsewhere are unrolled there, if their weights are
-    small.
+    (docs/measurements/chips.md). So a GPU may unroll more layers than other devices, if the weights are small.
     """
     if not on_gpu(mesh):
         return model.num_layers <= UNROLLED_LAYERS
@@ -70,7 +69,7 @@ class Engine:
       read_shape: sizes of a shard's read list.
       unrolled: True if programs take the weights of each layer as arrays of their own (`unrolls`).
       kernel: True if decoding uses the attention kernel of the mesh's devices.
-      routes: True if the programs record the experts that each token takes: the model has experts.
+      routes: True if the model has experts; the programs then record the experts that each token takes.
       several_hosts: True if the mesh has devices of several processes.
       generate: program that decodes `shape.steps` tokens per lane (`_generate`).
       bulk_insert: program that seats samples in lanes and frees lanes (`LaneUpdates`).
@@ -179,9 +178,10 @@ class Engine:
         return tuple(shapes)
 
     def _memory_of(self, number: int, index: Array | int) -> tuple[int, Array | int]:
-        """Returns the number of a layer's pair in `DecodeState.memories`, and the layer's index in the pair's arrays.
+        """Returns the number of a layer's pair of arrays in `DecodeState.memories`, and the layer's index in the pair.
 
-        Unrolled layers have a pair each: if they shared a stacked array, XLA would copy the stack at every update.
+        Each unrolled layer has its own pair: if layers shared a stacked array, XLA would copy the stack at every
+        update.
 
         Args:
           number: number of the layer's kind among the kinds of linear attention.
@@ -196,7 +196,7 @@ class Engine:
         return tuple(cast(NamedSharding, memory.sharding).spec for memory in self.memories())
 
     def blocks(self, pages: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Returns the shape, dtype and sharding of each pool's copy of `pages` pages per shard."""
+        """Returns, for each pool, shape, dtype and sharding of an array that holds `pages` pages of each shard."""
         dims = [(p, (p.shape[0], self.shards * pages, *p.shape[2:])) for p in self.pools()]
         return tuple(jax.ShapeDtypeStruct(shape, p.dtype, sharding=p.sharding) for p, shape in dims)
 
@@ -437,8 +437,8 @@ class Engine:
     ) -> tuple[Array, PyTree]:
         """Runs `layer_fn(x, carry, layer, info, index, kind) -> (x, carry)` over the layers.
 
-        `kind` is the number of the layer's kind, and `index` the layer's index among the layers of this kind. With
-        `with_keys` the last layers are left out if they reuse the keys of earlier layers.
+        `kind` is the number of the layer's kind, and `index` the layer's index among the layers of this kind. If
+        `with_keys` is True, the last layers are left out if they reuse the keys of earlier layers.
         """
         specs = self._param_specs()["layers"]
         if self.unrolled:
@@ -454,8 +454,8 @@ class Engine:
         steps, scanned = [], []
         stacks = (parameters.stacks_of(tree, self.model) for tree in (params["layers"], specs))
         for kind, (stack, cuts) in enumerate(zip(*stacks, strict=True)):
-            # A scan would copy each layer's experts in every step, so the scan's body gets the experts of all layers
-            # and picks its own by index. Experts that are cut over fsdp are gathered layer by layer instead.
+            # A scan would copy each layer's experts in every step. So the scan's body gets the experts of all layers
+            # and picks those of its layer by index. Experts that are cut over fsdp are gathered layer by layer instead.
             whole = {
                 name: x for name, x in stack.items() if name.startswith("expert_") and self.mesh.shape["fsdp"] == 1
             }
@@ -778,7 +778,7 @@ class Engine:
         return jnp.where(somewhere_B.reshape(-1, *[1] * (memory_LP.ndim - 2)), memory_LP[index, place_B], 0)
 
     def copy_memories(self, state: DecodeState, copies_XI: np.ndarray) -> DecodeState:
-        """Copies memories of prompts to lanes; `copies_XI` as `EngineShape.pack_copies` makes it."""
+        """Copies memories of prompts to lanes; `copies_XI` is a result of `EngineShape.pack_copies`."""
         return self._copy_memory(state, self.put_rows(copies_XI))
 
     def _copy_memories(self, state: DecodeState, copies_XI: Int[Array, "1 I"]) -> DecodeState:
