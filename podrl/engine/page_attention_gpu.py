@@ -2,8 +2,8 @@
 
 Attention compiled by XLA loops over reads. Only the device knows where the loop ends, so on a GPU every iteration waits
 for a round trip to the host. Here each program of the grid belongs to a lane, a key head, and one of a few parts of the
-lane's reads, and takes the reads of its part one after the other. Samples of one prompt find its pages in the second-
-level cache. The results of the parts are merged in order.
+lane's reads, and takes the reads of its part one after the other. Samples of one prompt find the prompt's pages in the
+second-level cache. The results of the parts are merged in order.
 """
 
 import functools

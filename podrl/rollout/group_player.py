@@ -72,7 +72,7 @@ class OwnGroup(Group):
 
     def row(self, budget: TokenBudget) -> tuple[Any, TokenBudget]:
         """Returns the samples and their budget, as a pair for podrl.learner.generation.Generator.play."""
-        self.origin = None  # the samples are about to continue, so this state will be out of date
+        self.origin = None  # out of date from now on, because the samples are about to continue
         return self.samples, budget
 
     def record(self) -> JournalEntry:

@@ -212,7 +212,7 @@ class OpenGroups(Generic[_G]):
         return opened
 
     def resubmit(self, old: Sequence[_G], step: int, give_up: Callable[[_G], None]) -> None:
-        """Cancels groups that are too old for a step, and submits their prompts again, in new groups at their places.
+        """Cancels groups that are too old for a step; new groups with the same prompts take their places.
 
         Args:
           old: the groups.

@@ -38,7 +38,7 @@ class _RequestState:
       tracks: the engine's records of the samples.
       strings: stop strings of ordinary text.
       stops: stop strings that are one special token, by the id of the token.
-      sent: number of tokens that were sent in parts, per sample.
+      sent: number of tokens that were sent to the client so far, per sample, if the answer is sent in parts.
       begin: index of the first token of the newest part, per sample.
     """
 
