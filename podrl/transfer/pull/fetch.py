@@ -1,4 +1,4 @@
-"""The rollout's side of the pull transport: fetches this process's boxes from every trainer process."""
+"""The rollout's side of the pull transport: fetches this process's boxes of the weights from every trainer process."""
 
 import dataclasses
 import time
@@ -28,7 +28,8 @@ class TransferTimeoutError(ChannelError):
 class VersionGoneError(ChannelError):
     """The trainer no longer holds the requested version; a newer version is available.
 
-    If a rollout host pauses for too long, the leader gives the host up. This error may then tell the host so first.
+    If a rollout host pauses for too long, the leader gives the host up. The host may then meet this error before it
+    hears from the leader.
     """
 
 
