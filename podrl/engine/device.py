@@ -120,7 +120,7 @@ class Device:
 
     @_on_all_hosts
     def copy(self, copies_XI: np.ndarray) -> None:
-        """Copies memories of prompts to lanes; see `EngineShape.pack_copies`."""
+        """Copies memories of linear attention from prompts to lanes; `EngineShape.pack_copies` makes `copies_XI`."""
         self.state = self.engine.copy_memories(self.state, copies_XI)
 
     @_on_all_hosts
@@ -135,7 +135,7 @@ class Device:
 
     @_on_all_hosts
     def routes(self, page_XJ: np.ndarray) -> Array:
-        """Copies the routes in J pages of each shard, and starts the transfer of the copy to the host."""
+        """Copies the routes (experts of each token) in J pages of each shard, and starts to send them to the host."""
         copy = self.engine.read_routes(self.state, page_XJ)
         copy.copy_to_host_async()
         return copy

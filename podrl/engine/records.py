@@ -172,8 +172,8 @@ class PoolShape:
       members: samples that share a read of a prompt's page.
       sample_pages: largest number of pages that a sample and its prompt may hold together.
       calls: (longest chunk in tokens, rows of a shard) of each prefill call, ascending.
-      slots: prompts of a shard whose memory of linear attention is kept, at least `lanes`; 0 for models without linear
-        attention.
+      slots: number of prompts of a shard whose memory of linear attention is kept, at least `lanes`; 0 for models
+        without linear attention.
     """
 
     shards: int

@@ -206,7 +206,7 @@ class Scheduler:
         return [sample.store]
 
     def give(self, handle: int, tokens: int) -> None:
-        """Records that tokens were appended to a sample without a lane; they are fed before it samples again."""
+        """Records that tokens were appended to a sample without a lane; they are fed before the sample draws more."""
         sample = self.samples[handle]
         sample.unfed += tokens
         sample.position += tokens

@@ -33,7 +33,8 @@ class EngineShape:
       stop_ids: E, ids that may end a sample.
       buckets: lengths of prefill chunks, tokens, ascending; each has a program.
       prefill_tokens: number of tokens of a prefill call, which has `prefill_tokens // bucket` rows, at least 1.
-      slots: prompts whose memory of linear attention is kept, at least `lanes`; 0 for models without linear attention.
+      slots: number of prompts whose memory of linear attention is kept, at least `lanes`; 0 for models without linear
+        attention.
     """
 
     lanes: int

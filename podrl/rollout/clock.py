@@ -69,7 +69,8 @@ class TokenClock:
         """Does nothing, as this clock has no journal."""
 
     def quantum(self, step: int) -> int:
-        """Returns the number of tokens that a sample of a batch begun after `step` steps draws in each window."""
+        """Returns the number of tokens that a sample draws in each window, if its batch begins when `step` steps are
+        done."""
         if self._fixed is not None:
             return self._fixed
         tokens = _SHARE * max(self.state(step), default=self._limit) / max(self._windows, 1)
@@ -203,7 +204,7 @@ class WallClock:
         """
         self._journal, self._staleness, self._place, self._replaced = journal, staleness, place, replaced
         self._cancelled = 0  # number of groups that became too old for the newest step
-        self._dropped: list[tuple[int, int]] = []  # groups without a signal that left the queue in the newest step
+        self._dropped: list[tuple[int, int]] = []  # groups with equal rewards that left the queue in the newest step
 
     def known(self, step: int) -> int:
         """Returns the first step from `step` on whose batch is not in the journal; earlier steps are repeated."""

@@ -776,7 +776,7 @@ class EpisodePlayer:
         episode.rewards.append((place, reward))
 
     def _record_observation(self, episode: Episode, message: EpisodeObservation, tokens: int) -> None:
-        """Adds the records of an observation; its tokens are encoded together, so the first record counts them all."""
+        """Adds the records of an observation; the first record counts the tokens of all, which are encoded together."""
         records = [dict(record) for record in message.records]
         if not records and tokens:
             records = [{"by": "environment", "text": message.observation}]

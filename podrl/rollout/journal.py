@@ -20,7 +20,7 @@ class WallJournal:
                                                 old samples are dropped
       {"step": 7, "groups": [...], "queue": {}} the batch that step 7 trains on, and the metrics of the queue. With
                                                 dynamic sampling also "dropped": [[12, 5], ...], `index` and `asked` of
-                                                the groups without a signal that left the queue in step 7
+                                                the groups that step 7 dropped because their rewards were all equal
 
     The fields of a group are:
 

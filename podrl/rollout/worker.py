@@ -88,7 +88,7 @@ class RolloutWorker:
       env_client: the environments of all samples; None if samples have no environments.
       several_hosts: True if the mesh has devices of other processes.
       broadcast: function that sends the engine's calls to the other processes of the mesh, which run the calls, too;
-        None if there are no others.
+        None if the mesh has no other processes.
     """
 
     abilities: ClassVar[frozenset[Ability]] = frozenset(get_args(Ability))
