@@ -240,8 +240,8 @@ class Session:
           tracks: records of the samples.
           pieces: number of groups of samples that may run on different shards (`Scheduler.add`).
           urgent: True if these samples get lanes before samples that are not urgent.
-          shared: True if these samples read the prompt pages of earlier `shared` samples with the same prompt, as long
-            as these pages exist; if False, their prompt is prefilled for them.
+          shared: True if these samples share their prompt's pages with earlier samples that were also submitted as
+            `shared`, as long as these pages exist. If False, the prompt is prefilled for these samples alone.
         """
         for track in tracks:
             track.handle, track.held = self._count, False

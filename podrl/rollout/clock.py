@@ -51,7 +51,7 @@ class TokenClock:
         """
         self._fixed, self._windows = rollout.window_tokens, staleness
         self._multiple, self._limit = rollout.steps_per_dispatch, rollout.max_tokens_to_generate
-        self._longest: dict[int, int] = {}  # by step
+        self._longest: dict[int, int] = {}  # tokens of the longest sample of each batch, by step
 
     @property
     def used(self) -> bool:

@@ -326,7 +326,7 @@ class EpisodePlayer:
         return self._parked(episode) if b in self._waiting else episode.track.stop is None
 
     def _parked(self, episode: Episode) -> bool:
-        """Returns True if messages of the sample's environment are handled in the next session only."""
+        """Returns True if messages of the sample's environment must wait for the next session."""
         return self._calls is not None and episode.calls >= self._calls
 
     def count_waiting(self) -> int:

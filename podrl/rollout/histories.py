@@ -75,7 +75,7 @@ class Histories:
         return self._encoded(written, None)
 
     def knows(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSchema]) -> bool:
-        """Returns True if a conversation continues a known answer."""
+        """Returns True if a conversation continues an answer whose tokens are remembered."""
         return self._last_answer(messages, tools)[0] is not None
 
     def remember(

@@ -128,7 +128,7 @@ class OpenGroups(Generic[_G]):
         # (step, prompts): in this step, the prompts may replace a group whose rewards are all equal.
         self._reserve: list[tuple[int, Prompts]] = []
         self._resumed_reserve: int | None = None  # size of the reserve of each batch in the checkpoint, in prompts
-        self._counts: dict[int, Mapping[str, float]] = {}  # by step
+        self._counts: dict[int, Mapping[str, float]] = {}  # metrics of each decided batch, by step
 
     def resume(self, step: int, pending: Sequence[PartialBatch]) -> None:
         """Opens the groups of a checkpoint.

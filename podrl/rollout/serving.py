@@ -265,7 +265,7 @@ class Serving:
         return answer
 
     def _choice(self, state: _RequestState, track: Track) -> Choice:
-        """Writes a finished sample as a choice."""
+        """Writes a finished sample as one of the choices in the answer to a request."""
         last = track.tokens[-1] if track.tokens else -1
         if track.stop == STOP_LENGTH:
             stop = "length"
