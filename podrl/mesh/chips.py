@@ -47,7 +47,8 @@ class Chip:
     host_rate: float = 16e9
 
 
-# If small programs run their collectives on the SparseCores, libtpu 0.0.42 ends the process on a failed check.
+# Keeps collectives off the SparseCores: if small programs run collectives there, libtpu 0.0.42 ends the process on a
+# failed check.
 _TENSORCORE_COLLECTIVES = tuple(
     (f"xla_tpu_enable_sparse_core_collective_offload_{kind}", "false")
     for kind in ("all_gather", "all_reduce", "reduce_scatter")

@@ -247,8 +247,8 @@ class WallClock:
     def stale_since(self, step: int, groups: Sequence[_C]) -> list[_C]:
         """Returns the groups that are dropped because they were found to be too old after the step had begun.
 
-        A dispatch may outlast a training step, so its tokens may be known too late for `stale`. The journal gets these
-        groups as if they had been known at the start of the step, and a repeated run drops them there.
+        A dispatch may outlast a training step, so its tokens may be known too late for `stale`. The journal lists these
+        groups as if they had been known at the start of the step, and a repeated run drops them at the start.
         """
         if self._journal.batch(step) is not None or not (late := self._too_old(step, groups)):
             return []

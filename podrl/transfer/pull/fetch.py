@@ -268,7 +268,7 @@ class _Pull:
             self._compare(request.process, message.value["totals"])
             arrays = [self._box(i, piece) for (i, _), piece in zip(keys, message.bulk, strict=True)]
             devices = [self._joined.arrival[i][k] for i, k in keys]
-            # A copy even on CPU: an array that borrows numpy's memory must not reach code that donates it.
+            # Boxes are copied even on CPU: an array that borrows numpy's memory must not reach code that donates it.
             boxes.update(zip(keys, jax.device_put(arrays, devices, may_alias=False), strict=True))
         jax.block_until_ready(self._joined.joiner.join(self._joined.spread(sent.leaves, boxes), sent.part, move.out))
 
