@@ -1,4 +1,4 @@
-"""Attention of the decode engine: each query visits only the key pages in use, so its cost follows their number.
+"""Attention of the decode engine: each query reads only the key pages in use, so its cost is in proportion to them.
 
 Every read of a page gives a partial result (maximum, normaliser, weighted values) for the queries that the read
 serves. The partial results of a sample's pages are merged in a fixed order. So the sample's result does not depend, bit
@@ -17,8 +17,8 @@ from podrl.engine import page_attention, page_attention_gpu
 from podrl.engine.reads import ReadList, Runs
 from podrl.models.attention import NEG_INF
 
-SHARED_BLOCK = 4  # shared reads computed together
-OWN_BLOCK = 16  # own reads computed together
+SHARED_BLOCK = 4  # number of reads of shared (prompt) pages that are computed together
+OWN_BLOCK = 16  # number of reads of lanes' own pages that are computed together
 
 
 @flax.struct.dataclass
@@ -47,7 +47,7 @@ class PartialSoftmax:
         return PartialSoftmax(top, mass + mass2, value + value2)
 
     def with_sinks(self, sinks: tuple[Array, ...]) -> "PartialSoftmax":
-        """Adds a key with the value 0; `sinks` holds one array with its score for each query, or () to add no key."""
+        """Adds an attention sink: a key with the value 0. `sinks` holds one array of its scores; () adds no sink."""
         part = self
         for sink_q in sinks:
             top = jnp.broadcast_to(sink_q.astype(jnp.float32), part.top.shape)
@@ -93,7 +93,9 @@ def decode_attention(
     window: Int[Array, ""],
     softcap: float,
 ) -> tuple[Float[Array, "R N H"], tuple[PartialSoftmax, PartialSoftmax]]:
-    """Attends, with one token per lane, to the lane's prompt pages, to its own pages and to the keys of this dispatch.
+    """Computes attention of one token per lane to the pages of the lane and to the keys of this dispatch.
+
+    The pages of a lane are the pages of its prompt, which other lanes may share, and the pages of its own sample.
 
     Args:
       q_RNH: scaled, rotated queries; head n reads key/value head n // (N / K).
@@ -102,7 +104,7 @@ def decode_attention(
       recent: partial result over the keys of this dispatch, (R, K, N/K).
       reads: read list of the dispatch.
       scratch: arrays for the partial results of shared and of own reads, from `make_scratch`. They are overwritten and
-        returned, so that no step has to clear the part that it does not use.
+        returned; no step clears the entries that it does not use.
       position_R: position of the query.
       window: number of tokens that a query sees: its own token and the tokens just before it.
       softcap: bound of the scores, `softcap * tanh(score / softcap)`; 0 for none.
@@ -169,8 +171,8 @@ def kernel_attention(
     those of `decode_attention`. The other arguments are those of `decode_attention`.
 
     Args:
-      tensor: True if heads are cut over the mesh's axis `tensor`. XLA cannot partition a kernel, so it is mapped over
-        the axis here.
+      tensor: True if heads are cut over the mesh's axis `tensor`. XLA cannot partition a kernel, so the kernel is
+        mapped over the axis here.
       gpu: True if the devices are GPUs (`podrl.engine.page_attention_gpu`).
       interpret: True to run the kernel on CPU, slowly.
     """
@@ -295,7 +297,7 @@ def prefill_attention(
     softcap: float,
     sinks: tuple[Float[Array, " N"], ...] = (),
 ) -> Float[Array, "B T N H"]:
-    """Attends, with a chunk of each row, to the row's earlier pages, to the sinks and, causally, to the chunk itself.
+    """Computes attention of each row's chunk to the row's earlier pages, to the sinks and, causally, to itself.
 
     The other arguments are those of `decode_attention` and `recent_attention`.
 

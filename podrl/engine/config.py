@@ -127,8 +127,8 @@ class RolloutConfig(SamplingSettings):
       data_type: dtype of the engine's weights, activations and cache; None is the trainer's compute dtype.
       eos_tokens: ids that end a sample; None takes the tokenizer's end tokens.
       return_logprobs: accepted for compatibility; podrl always returns log-probabilities.
-      lanes: number of samples that the whole mesh decodes at once, rounded up to a multiple of its data-parallel size.
-        Samples are bitwise reproducible for a fixed number of lanes.
+      lanes: number of samples that the whole mesh decodes at once, rounded up to a multiple of the mesh's
+        data-parallel size. Samples are bitwise reproducible for a fixed number of lanes.
       steps_per_dispatch: number of decode steps per device call; the lane of a finished sample is refilled two calls
         later.
       page_tokens: number of tokens per page of the key/value pool, a multiple of steps_per_dispatch.
@@ -148,8 +148,8 @@ class RolloutConfig(SamplingSettings):
         every version. Decoding is then as fast as without adapters, and a transfer costs as much as in full training.
         If False, the base model is sent once, and the engine applies the adapters.
       page_kernel: True if decoding on TPUs and GPUs uses podrl's attention kernel. None uses the kernel on v4 and v5p,
-        where it reads less memory than XLA's form (docs/measurements/planning.md), and on NVIDIA GPUs from Ampere on.
-        Samples drawn with and without the kernel differ in their last bits.
+        where it reads less memory than attention compiled by XLA (docs/measurements/planning.md), and on NVIDIA GPUs
+        from Ampere on. Samples drawn with and without the kernel differ in their last bits.
       engine: decoding engine: 'podrl', or 'file.py:Class' or 'package.module:Class' for a class of your own
         (podrl/rollout/interface.py has its methods).
       router_replay: True if the trainer sends each token to the experts that the token took while it was sampled

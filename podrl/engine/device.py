@@ -78,7 +78,8 @@ class Device:
           wait: True to wait until the call is done, so that calls do not pile up.
         """
         self.state = self.engine.prefills[bucket](self._params, self.state, self.engine.put_rows(flat_BI))
-        # A podrl.mesh.backlog.Backlog could not wait for the state, because the next call donates it.
+        # A podrl.mesh.backlog.Backlog bounds queued calls by waiting for their results later. That is impossible here,
+        # because the next call donates the state.
         if wait:
             jax.block_until_ready(self.state.token_R)
 
@@ -92,7 +93,10 @@ class Device:
 
     @_on_all_hosts
     def spill(self, store: str, shard: int, pages: Sequence[int], place: int) -> None:
-        """Copies a store to the host: its pages, at most J, and in an engine with slots also the memory at `place`."""
+        """Copies a store, the cache of a prompt or sample, to the host.
+
+        A store has at most J pages. For models with linear attention its memory at `place` is copied, too.
+        """
         at = shard * self.engine.shape.max_pages
         copies = jax.device_get(self.engine.read_blocks(self.state, self._page_rows(shard, pages)))
         self.spilled[store] = tuple(copy[:, at : at + len(pages)].copy() for copy in copies)
@@ -102,7 +106,7 @@ class Device:
 
     @_on_all_hosts
     def restore(self, store: str, shard: int, pages: Sequence[int], place: int) -> None:
-        """Writes a spilled store to new pages; an engine with slots also writes the store's memory, to `place`."""
+        """Writes a spilled store to new pages; for models with linear attention also its memory, to `place`."""
         engine, copies = self.engine, self.spilled.pop(store)
         pools = len(engine.pools())
         self._write(shard, pages, copies[:pools])
@@ -116,7 +120,7 @@ class Device:
 
     @_on_all_hosts
     def copy(self, copies_XI: np.ndarray) -> None:
-        """Copies memories of prompts to lanes; see `EngineShape.pack_copies`."""
+        """Copies memories of linear attention from prompts to lanes; `EngineShape.pack_copies` makes `copies_XI`."""
         self.state = self.engine.copy_memories(self.state, copies_XI)
 
     @_on_all_hosts
@@ -131,7 +135,7 @@ class Device:
 
     @_on_all_hosts
     def routes(self, page_XJ: np.ndarray) -> Array:
-        """Copies the routes in J pages of each shard, and starts the transfer of the copy to the host."""
+        """Copies the routes (experts of each token) in J pages of each shard, and starts to send them to the host."""
         copy = self.engine.read_routes(self.state, page_XJ)
         copy.copy_to_host_async()
         return copy

@@ -1,4 +1,4 @@
-"""The decode engine's device programs over pools on the rollout mesh: prefill, insert and generate, as in JetStream."""
+"""The decode engine's programs on the rollout mesh: prefill, insert and generate, as in JetStream."""
 
 import dataclasses
 import functools
@@ -49,8 +49,7 @@ def unrolls(model: ModelConfig, mesh: Mesh, dtype: jnp.dtype) -> bool:
 
     A scan copies the weights of every layer in each decode step. Unrolled layers need no such copies, but the device
     holds the weights twice. On a GPU the copies take a fifth of a decode step of 28 layers
-    (docs/measurements/chips.md), so models with more layers than elsewhere are unrolled there, if their weights are
-    small.
+    (docs/measurements/chips.md). So a GPU may unroll more layers than other devices, if the weights are small.
     """
     if not on_gpu(mesh):
         return model.num_layers <= UNROLLED_LAYERS
@@ -70,7 +69,7 @@ class Engine:
       read_shape: sizes of a shard's read list.
       unrolled: True if programs take the weights of each layer as arrays of their own (`unrolls`).
       kernel: True if decoding uses the attention kernel of the mesh's devices.
-      routes: True if the programs record the experts that each token takes: the model has experts.
+      routes: True if the model has experts; the programs then record the experts that each token takes.
       several_hosts: True if the mesh has devices of several processes.
       generate: program that decodes `shape.steps` tokens per lane (`_generate`).
       bulk_insert: program that seats samples in lanes and frees lanes (`LaneUpdates`).
@@ -179,9 +178,10 @@ class Engine:
         return tuple(shapes)
 
     def _memory_of(self, number: int, index: Array | int) -> tuple[int, Array | int]:
-        """Returns the number of a layer's pair in `DecodeState.memories`, and the layer's index in the pair's arrays.
+        """Returns the number of a layer's pair of arrays in `DecodeState.memories`, and the layer's index in the pair.
 
-        Unrolled layers have a pair each: if they shared a stacked array, XLA would copy the stack at every update.
+        Each unrolled layer has its own pair: if layers shared a stacked array, XLA would copy the stack at every
+        update.
 
         Args:
           number: number of the layer's kind among the kinds of linear attention.
@@ -196,7 +196,7 @@ class Engine:
         return tuple(cast(NamedSharding, memory.sharding).spec for memory in self.memories())
 
     def blocks(self, pages: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Returns the shape, dtype and sharding of each pool's copy of `pages` pages per shard."""
+        """Returns, for each pool, shape, dtype and sharding of an array that holds `pages` pages of each shard."""
         dims = [(p, (p.shape[0], self.shards * pages, *p.shape[2:])) for p in self.pools()]
         return tuple(jax.ShapeDtypeStruct(shape, p.dtype, sharding=p.sharding) for p, shape in dims)
 
@@ -437,8 +437,8 @@ class Engine:
     ) -> tuple[Array, PyTree]:
         """Runs `layer_fn(x, carry, layer, info, index, kind) -> (x, carry)` over the layers.
 
-        `kind` is the number of the layer's kind, and `index` the layer's index among the layers of this kind. With
-        `with_keys` the last layers are left out if they reuse the keys of earlier layers.
+        `kind` is the number of the layer's kind, and `index` the layer's index among the layers of this kind. If
+        `with_keys` is True, the last layers are left out if they reuse the keys of earlier layers.
         """
         specs = self._param_specs()["layers"]
         if self.unrolled:
@@ -454,15 +454,15 @@ class Engine:
         steps, scanned = [], []
         stacks = (parameters.stacks_of(tree, self.model) for tree in (params["layers"], specs))
         for kind, (stack, cuts) in enumerate(zip(*stacks, strict=True)):
-            # A scan would copy each layer's experts in every step, so the scan's body gets the experts of all layers
-            # and picks its own by index. Experts that are cut over fsdp are gathered layer by layer instead.
+            # A scan would copy each layer's experts in every step. So the scan's body gets the experts of all layers
+            # and picks those of its layer by index. Experts that are cut over fsdp are gathered layer by layer instead.
             whole = {
                 name: x for name, x in stack.items() if name.startswith("expert_") and self.mesh.shape["fsdp"] == 1
             }
             sliced = {name: Spec(*cut[1:]) for name, cut in cuts.items() if name not in whole}
             rest = {name: x for name, x in stack.items() if name not in whole}
-            # With several kinds, a scan over repetitions of a pattern would copy the weights of each repetition before
-            # the scans inside it read them, so the body picks all weights by index.
+            # With several kinds of layers, a scan over repetitions of their pattern would copy the weights of each
+            # repetition before the scans inside the repetition read them. So the body picks all weights by index.
             picked, rest = (rest, {}) if self.model.kinds else ({}, rest)
 
             def body(
@@ -503,12 +503,13 @@ class Engine:
     def _generate(
         self, params: PyTree, state: DecodeState, flat_XI: Int[Array, "1 I"]
     ) -> tuple[DecodeState, SampledTokens]:
-        """Decodes up to `steps` tokens in every live lane; stops early when no lane of the shard is live."""
+        """Decodes up to `steps` tokens in every live lane; stops early when no lane is live (see `_any`)."""
         model, shape = self.model, self.shape
         reads = self.read_shape.split(flat_XI[0])
         R, N = shape.lanes, shape.steps
         ends = self._ends(params)
-        # The dispatch's own additions to each pool, (L, R, K, N, H): they are written to pages once, when it ends.
+        # The dispatch's own additions to each pool, (L, R, K, N, H). They are written to pages once, when the dispatch
+        # ends.
         recents = self._zeros(lambda p: (p.shape[0], R, p.shape[2], N, p.shape[4]))
         outputs = SampledTokens(
             jnp.zeros((N, R), jnp.int32),
@@ -566,8 +567,8 @@ class Engine:
         """Returns True while this shard, or a shard that must run equally many decode steps, has a live lane."""
         alive = jnp.any(live_R)
         # A collective deadlocks unless all its shards run it equally often. Shards gather weights over fsdp and
-        # exchange tokens over expert; with tensor > 1 XLA places collectives, so all shards take the same number of
-        # steps.
+        # exchange tokens over expert, so shards along these axes take the same number of steps. With tensor > 1 XLA
+        # places collectives of its own, so all shards take the same number of steps.
         axes = rules.axes_over("batch", self.mesh)
         if self.mesh.shape["tensor"] == 1:
             axes = tuple(axis for axis in axes if axis != "data")
@@ -703,8 +704,8 @@ class Engine:
         position_BT = start_B[:, None] + jnp.arange(bucket)
         rotary = decoder.rotations(model, position_BT)
         ends = self._ends(params)
-        # The new keys and values, with a page of room before the chunk and room up to the end of its last page, so
-        # that whole pages can be cut out of the array.
+        # The chunk's keys and values, with a page of room before the chunk and room up to the end of the chunk's last
+        # page, so that whole pages can be cut out of the array.
         pools, places, alike = state.pools, (1 + s.chunk_pages(bucket)) * C, model.alike()
         fresh = tuple(jnp.zeros((p.shape[0], B, p.shape[2], places, p.shape[4]), p.dtype) for p in pools)
         learned = tuple(jnp.zeros((m.shape[0], B, *m.shape[2:]), m.dtype) for m in state.memories)
@@ -778,7 +779,7 @@ class Engine:
         return jnp.where(somewhere_B.reshape(-1, *[1] * (memory_LP.ndim - 2)), memory_LP[index, place_B], 0)
 
     def copy_memories(self, state: DecodeState, copies_XI: np.ndarray) -> DecodeState:
-        """Copies memories of prompts to lanes; `copies_XI` as `EngineShape.pack_copies` makes it."""
+        """Copies memories of linear attention from prompts to lanes; `EngineShape.pack_copies` makes `copies_XI`."""
         return self._copy_memory(state, self.put_rows(copies_XI))
 
     def _copy_memories(self, state: DecodeState, copies_XI: Int[Array, "1 I"]) -> DecodeState:
@@ -819,7 +820,7 @@ class Engine:
         return self._read(state, self.put_rows(page_XJ.reshape(-1)))
 
     def read_routes(self, state: DecodeState, page_XJ: np.ndarray) -> Array:
-        """Copies the routes of J pages of each shard on the device: (L, X * J, 1, C, k)."""
+        """Copies the routes (experts of each token) of J pages of each shard on the device: (L, X * J, 1, C, k)."""
         return self._read_routes(state, self.put_rows(page_XJ.reshape(-1)))[0]
 
     def write_blocks(self, state: DecodeState, page_XJ: np.ndarray, *blocks: Array) -> DecodeState:

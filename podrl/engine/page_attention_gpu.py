@@ -1,9 +1,9 @@
 """A Pallas kernel of decoding attention for NVIDIA GPUs: one launch for all lanes, however many pages they read.
 
-XLA's form loops over reads. Only the device knows where the loop ends, so on a GPU every iteration waits for a round
-trip to the host. Here each program of the grid belongs to a lane, a key head, and one of a few parts of the lane's
-reads, and takes the reads of its part one after the other. Samples of one prompt find its pages in the second-level
-cache. The results of the parts are merged in order.
+Attention compiled by XLA loops over reads. Only the device knows where the loop ends, so on a GPU every iteration waits
+for a round trip to the host. Here each program of the grid belongs to a lane, a key head, and one of a few parts of the
+lane's reads, and takes the reads of its part one after the other. Samples of one prompt find the prompt's pages in the
+second-level cache. The results of the parts are merged in order.
 """
 
 import functools
@@ -28,8 +28,8 @@ _SCORES = 1 << 16  # largest size, in bytes, of one head's keys in a page: a pro
 def takes(device: JaxDevice, page_tokens: int, head_dim: int, dtype: jnp.dtype) -> bool:
     """Returns True if the kernel runs on a device, with pages and heads of these sizes.
 
-    The device must be an NVIDIA GPU of the Ampere generation or later, and both sizes powers of two. A later jax may
-    have no compiler for the kernel (it is deprecated): engines then use XLA's form of attention.
+    The device must be an NVIDIA GPU of the Ampere generation or later, and both sizes must be powers of two. A later
+    jax may lack the compiler for the kernel, which is deprecated: engines then use attention compiled by XLA.
     """
     generation = str(getattr(device, "compute_capability", ""))  # such as '9.0', or 'gfx90a' on an AMD GPU
     powers = all(size >= _ROWS and size & (size - 1) == 0 for size in (page_tokens, head_dim))
@@ -51,7 +51,7 @@ def page_attention(
     name: str,
     interpret: bool = False,
 ) -> tuple[Float[Array, "R K G"], Float[Array, "R K G"], Float[Array, "R K G H"]]:
-    """Attends with one token per lane to the lane's reads of one kind.
+    """Computes attention of one token per lane to the pages of the lane's reads of one kind, shared or own.
 
     Arguments and results are those of `podrl.engine.page_attention.page_attention`.
     """
@@ -92,7 +92,7 @@ def _kernel(
     q_gH, key_LMKCH, value_LMKCH, out_gH, top_g, mass_g,
     *, W: int, parts: int, tokens: int, softcap: float,
 ):  # fmt: skip
-    """Attends, for the queries of one key head, to a lane's reads number `part`, `part + parts`, and so on."""
+    """Computes attention of one key head's queries to a lane's reads number `part`, `part + parts`, and so on."""
     r, k, part = (pl.program_id(axis) for axis in range(3))
     layer, window = limits_2[0], limits_2[1]
     read, number, position = _div(first_R[r], W), number_R[r], position_R[r]

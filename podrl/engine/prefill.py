@@ -28,10 +28,11 @@ def cut_chunks(
       shard: number of the shard whose pool holds the sequence.
       tokens: token ids to prefill.
       start: position of the first token.
-      prior: (page, start, count) of the pages that hold the earlier tokens; the first of `pages` is not among them.
+      prior: (page, start, count) of the pages that hold the earlier tokens, except the first of `pages`.
       pages: indices of the pages for the new keys and values, `page_tokens` tokens each.
       offset: number of tokens that the first of `pages` holds already.
-      places: places of the memory before the tokens and of the memory after them (`EngineShape.places`).
+      places: place from which the memory of linear attention before the tokens is read, and place to which the memory
+        after them is written (`EngineShape.places`).
 
     Returns:
       The chunks, in order.

@@ -66,7 +66,7 @@ class Sample:
       shard: number of the sample's shard; -1 as long as it has none.
       lane: number of the sample's lane on the shard; -1 while it has none.
       status: state of the sample.
-      grown: upper bound of the tokens sampled so far.
+      grown: upper bound of the number of tokens sampled so far.
       unfed: number of tokens before `position` without keys and values; they are prefilled when the sample is seated.
       compact: True if all tokens after the first page that is not full are fed again, and not only the appended tokens.
       seated: number of the sample's newest seating, counted over all samples; -1 before the first.
@@ -172,8 +172,8 @@ class PoolShape:
       members: samples that share a read of a prompt's page.
       sample_pages: largest number of pages that a sample and its prompt may hold together.
       calls: (longest chunk in tokens, rows of a shard) of each prefill call, ascending.
-      slots: prompts of a shard whose memory of linear attention is kept, at least `lanes`; 0 for models without linear
-        attention.
+      slots: number of prompts of a shard whose memory of linear attention is kept, at least `lanes`; 0 for models
+        without linear attention.
     """
 
     shards: int

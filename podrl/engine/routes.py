@@ -59,7 +59,7 @@ class RouteReader:
     def want(self, owner: HasRoutes, length: int, stores: Sequence[tuple[str, int, Sequence[Page]]]) -> None:
         """Requests the routes of a sample's tokens; they are in `owner.routes` after the next `settle`.
 
-        Tokens that are in none of the pages keep the routes that were read before; if there are none, they get 0.
+        A token that is in none of the pages keeps the routes that were read before, or gets 0 if none were read.
 
         Args:
           owner: the sample.

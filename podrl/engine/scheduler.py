@@ -48,7 +48,7 @@ class _Shard:
         self.free_slots = list(range(shape.lanes, shape.lanes + shape.slots))  # places after those of the lanes
         self.prompts: dict[int, PromptRow] = {}
         self.assigned: list[Sample] = []  # samples to seat on this shard, in order
-        self.running: dict[int, Sample] = {}  # by lane
+        self.running: dict[int, Sample] = {}  # samples in lanes, by lane
         self.vacated: list[int] = []  # lanes without a sample that the device may still decode
         self.reserved: int | None = None  # number of pages from Scheduler._reserve; None if they must be counted again
 
@@ -206,7 +206,7 @@ class Scheduler:
         return [sample.store]
 
     def give(self, handle: int, tokens: int) -> None:
-        """Records that tokens were appended to a sample without a lane; they are fed before it samples again."""
+        """Records that tokens were appended to a sample without a lane; they are fed before the sample draws more."""
         sample = self.samples[handle]
         sample.unfed += tokens
         sample.position += tokens
@@ -230,8 +230,8 @@ class Scheduler:
         C, counts = self.shape.page_tokens, [page.count for page in sample.store.pages]
         keep = next((j + 1 for j, count in enumerate(counts) if count < C), len(counts)) if compact else len(counts)
         tokens = sum(counts[keep:]) + sample.unfed
-        # The end of the tokens, counted from the first place of the last page that stays. If no page stays, the count
-        # assumes a full page before the tokens.
+        # Place at which the tokens end, counted from the first place of the last page that stays. If no page stays, the
+        # count begins with an imaginary full page.
         end = tokens + (counts[keep - 1] if keep else C)
         return _Fit(keep, tokens, -(-end // C) - 1, -end % C)
 
@@ -430,7 +430,7 @@ class Scheduler:
         """Spills idle stores until the sample fits the shard, which has a free lane; returns False if it cannot fit."""
         if self._short(shard, sample) > 0 and not self._make_pages(shard, sample, plan):
             return False
-        # A lane is free and there are at least as many slots as lanes, so an idle prompt holds one of the slots.
+        # There are at least as many slots as lanes. A lane is free, so a prompt without running samples has a slot.
         if self._lacks_slot(shard, sample):
             self._spill(shard, self._idle_prompts(shard)[0], plan)
         return True

@@ -240,8 +240,8 @@ class Session:
           tracks: records of the samples.
           pieces: number of groups of samples that may run on different shards (`Scheduler.add`).
           urgent: True if these samples get lanes before samples that are not urgent.
-          shared: True if these samples read the prompt pages of earlier `shared` samples with the same prompt, as long
-            as these pages exist; if False, their prompt is prefilled for them.
+          shared: True if these samples share their prompt's pages with earlier samples that were also submitted as
+            `shared`, as long as these pages exist. If False, the prompt is prefilled for these samples alone.
         """
         for track in tracks:
             track.handle, track.held = self._count, False
@@ -293,7 +293,8 @@ class Session:
         """
         if not self._flights or not self.took:
             return 0.0
-        # A cautious estimate: the dispatch may be shorter than earlier ones; the next must be planned and launched.
+        # A cautious estimate: the dispatch in flight may be shorter than earlier dispatches, and the next dispatch must
+        # be planned and launched before it ends.
         began = max(self._flights[0].launched, self._idle_since)
         return max(began + 0.9 * min(self.took) - 2 * max(self.planned) - time.perf_counter(), 0.0)
 
@@ -478,7 +479,7 @@ class Session:
         return cut_chunks(shape, fill.shard, prompt[:-1], 0, [], fill.pages, places=(shape.nowhere, fill.place))
 
     def _given_chunks(self, feed: Feed) -> list[PrefillChunk]:
-        """Cuts a sample's tokens, from the feed's start on, into prefill chunks; its last token is fed in its lane."""
+        """Cuts a sample's tokens from `feed.start` on into prefill chunks; the sample's lane feeds its last token."""
         track, n = self._tracks[feed.sample.id], len(self._tracks[feed.sample.id].prompt)
         row = [*track.prompt[feed.start :], *track.tokens[max(feed.start - n, 0) :]]
         shape, shard = self.engine.shape, feed.sample.shard

@@ -33,7 +33,8 @@ class EngineShape:
       stop_ids: E, ids that may end a sample.
       buckets: lengths of prefill chunks, tokens, ascending; each has a program.
       prefill_tokens: number of tokens of a prefill call, which has `prefill_tokens // bucket` rows, at least 1.
-      slots: prompts whose memory of linear attention is kept, at least `lanes`; 0 for models without linear attention.
+      slots: number of prompts whose memory of linear attention is kept, at least `lanes`; 0 for models without linear
+        attention.
     """
 
     lanes: int
@@ -80,8 +81,8 @@ class EngineShape:
         """Packs chunks into the flat argument of a bucket's prefill: int32, one row per prefill row of the mesh.
 
         The columns are the fields of `PrefillChunk`: the tokens (as many columns as the bucket), start, then J pages, J
-        starts and J counts of the pages before the chunk, the target pages, the offset. With slots the number of tokens
-        and the places `begins` and `ends` follow.
+        starts and J counts of the pages before the chunk, the target pages, the offset. If the shape has slots, the
+        number of tokens and the places `begins` and `ends` follow.
         """
         J, (rows, width) = self.max_pages, self.chunk_shape(shards, bucket)
         flat = np.zeros((shards, rows // shards, width), np.int32)

@@ -26,7 +26,7 @@ class Chip:
       largest: number of devices of the largest slice.
       options: options that the topology needs besides its name.
       compiler: options of the compiler.
-      cores: number of TensorCores of a device; they share HBM but not near memory.
+      cores: number of TensorCores of a device; they share HBM but not near memory (VMEM).
       near: bytes of near memory of one core, as Pallas reports them; only set if a device has several cores.
       host_rate: bytes per second between the host's memory and one device, in one direction. No vendor's page gives
         this rate for TPUs; the default is from https://jax-ml.github.io/scaling-book/tpus.
@@ -47,7 +47,8 @@ class Chip:
     host_rate: float = 16e9
 
 
-# If small programs run their collectives on the SparseCores, libtpu 0.0.42 ends the process on a failed check.
+# Keeps collectives off the SparseCores: if small programs run collectives there, libtpu 0.0.42 ends the process on a
+# failed check.
 _TENSORCORE_COLLECTIVES = tuple(
     (f"xla_tpu_enable_sparse_core_collective_offload_{kind}", "false")
     for kind in ("all_gather", "all_reduce", "reduce_scatter")

@@ -36,9 +36,9 @@ def ready(value: Any) -> PendingBatch:
 class BatchMaker:
     """Makes batches of groups on one thread, window after window, as a clock decides.
 
-    A window begins when the caller first waits for a batch after `publish`. By then all prompts of the window have been
-    submitted, and a checkpoint taken earlier finds every open sample at the start of a window. Keys and values are
-    computed anew in every window.
+    A window is the time in which samples are drawn by one version of the weights. It begins when the caller first waits
+    for a batch after `publish`. By then all prompts of the window have been submitted, and a checkpoint taken earlier
+    finds every open sample at the start of a window. Keys and values are computed anew in every window.
 
     Under the token clock a group is a whole batch, and a window ends when all samples have drawn their tokens of the
     window. Under the wall clock a group is one prompt, and `end_window` stops all samples after the dispatches in
@@ -54,8 +54,8 @@ class BatchMaker:
         """Stores the collaborators.
 
         Args:
-          generator: a podrl.learner.generation.Generator; if one version draws all samples, any function that makes a
-            batch.
+          generator: a podrl.learner.generation.Generator. Any function that makes a batch will do if one version of
+            the weights draws all samples.
           thread: the one thread that uses the rollout mesh.
           run: the run, whose watchdog observes the waits.
           clock: clock that decides at which tokens samples stop, which groups make a batch, and which prompts are
@@ -146,7 +146,7 @@ class BatchMaker:
         """Returns a batch's part of a checkpoint: the batch, or its open groups; call it between windows only.
 
         Under the wall clock it is not decided yet which groups make the batch. So each batch in flight gets as many of
-        the open groups as a batch has, and the last one gets all remaining groups.
+        the open groups as a batch has, and the last batch gets all remaining groups.
         """
         if self._failed is not None:
             raise self._failed

@@ -1,4 +1,4 @@
-"""The branches of an episode whose requests are conversations: token sequences that become the sample's pieces."""
+"""The branches of an episode: the token sequences of its conversations, which become the pieces of its sample."""
 
 import collections
 import dataclasses
@@ -21,15 +21,17 @@ from podrl.rollout.histories import Histories
 from podrl.rollout.partial import fill_turn, pack_turn
 from podrl.types import DRAWN, STOP_ENV
 
-# The reason why a request opened a branch. "history": it repeats no earlier answer. "tools": it repeats an answer to a
-# request with other tools. "template": the chat template renders an earlier answer differently from how it was sampled.
-# "concurrent": another request has already continued from the same point.
+# The reason why a request opened a branch:
+#   history     the request repeats no earlier answer
+#   tools       the request repeats an answer to a request with other tools
+#   template    the chat template renders an earlier answer differently from how the answer was sampled
+#   concurrent  another request has already continued from the same point
 Fork = Literal["history", "tools", "template", "concurrent"]
 
 
 @dataclasses.dataclass(frozen=True)
 class ChatRequest:
-    """A request to the branches of an episode; exactly one of `messages`, `text` and `ids` is set.
+    """An episode's request for an answer of the model; exactly one of `messages`, `text` and `ids` is set.
 
     Attributes:
       messages: conversation to answer, checked by a dialect of podrl.environments.wire.
@@ -384,7 +386,8 @@ class Branches:
             return None, [], []
         whole = session.track(self._prompt, self._key_2, self._sampling, Opening())
         piece_X: list[int] = []
-        # Identity is compared and not content: `add_request` gives this array itself to a track that begins with it.
+        # Compares identity, not content: `add_request` gives the array of the data's prompt itself to a branch that
+        # begins with this prompt.
         first = self._branches[0].track.prompt is not self._prompt
         for number, branch in enumerate(self._branches, int(first)):
             track = branch.track

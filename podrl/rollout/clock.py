@@ -19,8 +19,8 @@ from podrl.rollout.token_budget import TokenBudget
 from podrl.types import LeftOut
 
 _LOOKED_AT = 4  # number of batches whose longest sample sets the quantum
-# The quantum is this share of the longest sample, divided by S. With a smaller share, more tokens are left for the last
-# windows; with a larger share, long samples start late.
+# The quantum is this share of the longest sample, divided by the staleness S. If the share is smaller, more tokens are
+# left for the last windows; if it is larger, long samples start late.
 _SHARE = 0.7
 
 
@@ -51,7 +51,7 @@ class TokenClock:
         """
         self._fixed, self._windows = rollout.window_tokens, staleness
         self._multiple, self._limit = rollout.steps_per_dispatch, rollout.max_tokens_to_generate
-        self._longest: dict[int, int] = {}  # by step
+        self._longest: dict[int, int] = {}  # tokens of the longest sample of each batch, by step
 
     @property
     def used(self) -> bool:
@@ -59,7 +59,7 @@ class TokenClock:
         return self._windows > 1
 
     def known(self, step: int) -> int:
-        """Returns a step after all others: every decision follows from the samples, so every step can be repeated."""
+        """Returns a number above all steps: decisions follow from the samples, so every step can be repeated."""
         return sys.maxsize
 
     def recorded(self, index: int, submit_step: int, step: int) -> None:
@@ -69,7 +69,8 @@ class TokenClock:
         """Does nothing, as this clock has no journal."""
 
     def quantum(self, step: int) -> int:
-        """Returns the number of tokens that a sample of a batch begun after `step` steps draws in each window."""
+        """Returns the number of tokens that a sample draws in each window, if its batch begins when `step` steps are
+        done."""
         if self._fixed is not None:
             return self._fixed
         tokens = _SHARE * max(self.state(step), default=self._limit) / max(self._windows, 1)
@@ -126,7 +127,7 @@ def stop_at(step: int, version: int, quantum: int) -> int | None:
 
 
 class Candidate(Protocol):
-    """The attributes of a group, a prompt and its samples, that a clock reads.
+    """The attributes that a clock reads of a group, which is a prompt with its samples.
 
     Attributes:
       index: position of the prompt in the data.
@@ -203,7 +204,7 @@ class WallClock:
         """
         self._journal, self._staleness, self._place, self._replaced = journal, staleness, place, replaced
         self._cancelled = 0  # number of groups that became too old for the newest step
-        self._dropped: list[tuple[int, int]] = []  # groups without a signal that left the queue in the newest step
+        self._dropped: list[tuple[int, int]] = []  # groups with equal rewards that left the queue in the newest step
 
     def known(self, step: int) -> int:
         """Returns the first step from `step` on whose batch is not in the journal; earlier steps are repeated."""
@@ -246,8 +247,8 @@ class WallClock:
     def stale_since(self, step: int, groups: Sequence[_C]) -> list[_C]:
         """Returns the groups that are dropped because they were found to be too old after the step had begun.
 
-        A dispatch may outlast a training step, so its tokens may be known too late for `stale`. The journal gets these
-        groups as if they had been known at the start of the step, and a repeated run drops them there.
+        A dispatch may outlast a training step, so its tokens may be known too late for `stale`. The journal lists these
+        groups as if they had been known at the start of the step, and a repeated run drops them at the start.
         """
         if self._journal.batch(step) is not None or not (late := self._too_old(step, groups)):
             return []
@@ -259,11 +260,11 @@ class WallClock:
     def without_signal(self, step: int, groups: Sequence[_C], most: int) -> list[_C]:
         """Returns the groups that leave the queue in a step because their rewards are all equal (dynamic sampling).
 
-        These groups enter the journal together with the batch of the step. This is early enough, because no step trains
-        before that on the groups that are opened in their place.
+        These groups enter the journal together with the batch of the step. This is early enough, because no earlier
+        step trains on the groups that are opened in their place.
 
         Args:
-          step: the newest step, whose batch is not decided or is repeated.
+          step: the newest step; its batch is not decided yet, or is repeated from the journal.
           groups: the open groups.
           most: number of prompts in reserve, from which groups can be opened in place of the groups that leave.
         """
@@ -378,7 +379,7 @@ def in_sessions(budgets: Sequence[tuple[_G, Sequence[TokenBudget]]]) -> Iterator
 def sessions_of(group: JournalEntry, version: int) -> list[TokenBudget]:
     """Lists the budget of a recorded group in each session of a version.
 
-    A sample does not stop in the session that draws its last token.
+    A sample has no limit in the session that draws its last token.
     """
     ends = [[tokens for v, tokens in runs if v == version] for runs in group["runs"]]
     return [_budget_of(group, version, ends, k) for k in range(max([1, *map(len, ends)]))]

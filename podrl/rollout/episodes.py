@@ -1,4 +1,4 @@
-"""The pump: generates samples with environments, passes turns to the environments and observations to the samples."""
+"""Generates samples with environments: passes turns to the environments, and observations to the samples."""
 
 import dataclasses
 import json
@@ -197,9 +197,9 @@ class Episode:
     def restore(self, state: SavedState) -> None:
         """Restores the values that `state` returned in another process; the environment will begin again."""
         for name in _STATE:
-            setattr(self, name, state.get(name, getattr(self, name)))  # older checkpoints lack some
+            setattr(self, name, state.get(name, getattr(self, name)))  # older checkpoints lack some of the values
         self.received = state["heard"]
-        self.own_text, self.reward = state.get("answered", False), state.get("reward")  # older checkpoints lack them
+        self.own_text, self.reward = state.get("answered", False), state.get("reward")  # older checkpoints lack both
         self.strings, self.rewards = tuple(self.strings), [(place, reward) for place, reward in self.rewards]
         self.stops = {int(id_): text for id_, text in state["stops"]}
         self.sent_turns = [Turn(text, stop, tuple(tokens)) for text, stop, tokens in state["told"]]
@@ -243,8 +243,8 @@ class EpisodePlayer:
 
     def enter(self, session: Session, budget: TokenBudget, calls: int | None = None) -> None:
         if self._session is None:
-            # Under the wall clock the tokens in a record come from old versions of the weights, so only a batch that is
-            # repeated from the journal may use them.
+            # Under the wall clock the tokens of recorded answers come from old versions of the weights, so only a batch
+            # that is repeated from the journal may use them.
             self._begin_all(session, recorded=budget.repeated or not self._by_wall)
         self._session, self._budget = session, budget
         self._windows |= budget.quantum is not None
@@ -326,7 +326,7 @@ class EpisodePlayer:
         return self._parked(episode) if b in self._waiting else episode.track.stop is None
 
     def _parked(self, episode: Episode) -> bool:
-        """Returns True if messages of the sample's environment are handled in the next session only."""
+        """Returns True if messages of the sample's environment must wait for the next session."""
         return self._calls is not None and episode.calls >= self._calls
 
     def count_waiting(self) -> int:
@@ -455,7 +455,7 @@ class EpisodePlayer:
         return tokens, self._stops(b, message)
 
     def _stops(self, b: int, message: EpisodeObservation) -> tuple[str, ...]:
-        """Sets the stop strings of the next turn; returns those that are not a single special token."""
+        """Sets the stop strings of the next turn; returns the strings that are not a single special token."""
         try:
             texts, ids = self._dialogue.stops((*self.request.sampling.stop_strings, *message.stop))
         except ValueError as error:
@@ -602,8 +602,8 @@ class EpisodePlayer:
         if episode.answers and not failed:
             self._drop_recorded_answers(b)
         if failed and episode.branches is not None and self._by_wall:
-            # The journal has no record of this conversation, so a repeated run cannot sample it again, and its tokens
-            # are not in the loss. The sample drops the conversation, so that it is the same in a repeated run.
+            # The tokens of a failed conversation are not in the loss. The journal has no record of the conversation, so
+            # a repeated run cannot sample it again. This run drops it, too, so that the sample is the same in both.
             episode.track, episode.branches, episode.piece, episode.turns = None, None, [], []
         if failed:
             episode.rewards = []  # otherwise rewards of turns before the failure would look like the whole reward
@@ -776,7 +776,7 @@ class EpisodePlayer:
         episode.rewards.append((place, reward))
 
     def _record_observation(self, episode: Episode, message: EpisodeObservation, tokens: int) -> None:
-        """Adds the records of an observation; its tokens are encoded together, so the first record counts them all."""
+        """Adds the records of an observation; the first record counts the tokens of all, which are encoded together."""
         records = [dict(record) for record in message.records]
         if not records and tokens:
             records = [{"by": "environment", "text": message.observation}]

@@ -14,8 +14,10 @@ from podrl.rollout.partial import PartialBatch, of_tracks
 from podrl.rollout.token_budget import TokenBudget, as_budget
 from podrl.types import STOP_DEADLINE, Experience, Policy, Prompts
 
-# 'wall': the wall clock. 'windows': the token clock, where several versions draw a sample. 'whole': the token clock,
-# where one version draws all samples of a batch in one call.
+# Who decides which version of the weights draws a token (podrl.rollout.clock):
+#   wall     the wall clock
+#   windows  the token clock; several versions draw a sample
+#   whole    the token clock; one version draws all samples of a batch in one call
 Mode = Literal["wall", "windows", "whole"]
 _LOOK_S = 0.01  # pause between two looks at rewards while no sample is open
 
@@ -72,7 +74,7 @@ class OwnGroup(Group):
 
     def row(self, budget: TokenBudget) -> tuple[Any, TokenBudget]:
         """Returns the samples and their budget, as a pair for podrl.learner.generation.Generator.play."""
-        self.origin = None  # the samples are about to continue, so this state will be out of date
+        self.origin = None  # out of date from now on, because the samples are about to continue
         return self.samples, budget
 
     def record(self) -> JournalEntry:

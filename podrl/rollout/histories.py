@@ -75,7 +75,7 @@ class Histories:
         return self._encoded(written, None)
 
     def knows(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSchema]) -> bool:
-        """Returns True if a conversation continues a known answer."""
+        """Returns True if a conversation continues an answer whose tokens are remembered."""
         return self._last_answer(messages, tools)[0] is not None
 
     def remember(
@@ -110,8 +110,8 @@ class Histories:
         """Looks up a conversation up to its last answer.
 
         Returns:
-          (token ids, number of messages) of this beginning if it is known and only users and tools speak after it, else
-          (None, 0).
+          (token ids, number of messages) of the conversation up to its last answer, or (None, 0) if this part is not
+          known or if anyone but users and tools speaks after it.
         """
         last = max((i for i, message in enumerate(messages) if message["role"] in ("assistant", "system")), default=-1)
         if not 0 <= last < len(messages) - 1 or messages[last]["role"] != "assistant":
@@ -186,7 +186,7 @@ class Histories:
         Raises:
           ValueError: the template changes the content of one of these messages.
         """
-        for form in (str, str.strip):  # many templates strip a content; the marks prevent that
+        for form in (str, str.strip):  # many templates strip contents, but cannot strip inside the marks
             marked = list(messages)
             for i in risky:
                 text = str(messages[i]["content"]).replace(_OPEN, "").replace(_CLOSE, "")
@@ -243,7 +243,8 @@ def _folded(messages: Sequence[ChatMessage], form: Tags | Json) -> Sequence[Chat
     """Rewrites a conversation for the model's format of tool calls.
 
     In a format of tags, a call and its output are text of the model's own turn. So an assistant's message, the tools'
-    messages after it and the assistant's next message become one message. It is `open` if it ends with an output.
+    messages after it and the assistant's next message become one message. The new message is `open` if it ends with an
+    output.
     """
     if isinstance(form, Json):
         return [_with_objects(message) for message in messages]

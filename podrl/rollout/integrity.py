@@ -9,10 +9,13 @@ from podrl.types import STOP_FAILED, Rollouts
 def faults(rollouts: Rollouts, *, step: int, max_staleness: int) -> dict[str, float]:
     """Compares the arrays of a batch with each other, and counts tokens with contradictions.
 
-      rollout/faulty_tokens    tokens with a mask that are in the prompt or padding, begin a piece, or have no version
-                               or log-probability; sampled tokens without a mask; tokens in a row's prompt that differ
-                               from the prompt; tokens at which the numbers of pieces do not count up from 0, or at
-                               which a piece begins inside the prompt
+      rollout/faulty_tokens    tokens with any of these faults:
+                               the loss uses a token that is in the prompt or padding, begins a piece, or has no
+                               version or log-probability;
+                               the loss leaves a sampled token out;
+                               a token in a row's prompt differs from the prompt;
+                               the number of the token's piece does not count up from 0;
+                               the token's piece begins inside the prompt
       rollout/unknown_version  tokens sampled by weights that the trainer has not made yet
       rollout/stale_tokens     tokens sampled by weights that are more than `max_staleness` updates old
 

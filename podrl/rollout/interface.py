@@ -27,7 +27,7 @@ class RolloutEngine(Protocol):
       stats: counters of the last call's work.
       env_client: the environments of all samples; None if samples have no environments.
       broadcast: function that sends the engine's calls to the other processes of the mesh, which run the calls, too;
-        None if there are no others.
+        None if the mesh has no other processes.
     """
 
     abilities: ClassVar[frozenset[Ability]]

@@ -9,7 +9,7 @@ from podrl.storage import sealed_lines
 from podrl.storage.storage import sync_directory
 
 NAME = "batches.jsonl"
-# Fields of the lines without checksums, which earlier versions of podrl wrote.
+# Fields of lines without checksums: earlier versions of podrl wrote such lines, which can still be read.
 _UNSEALED = ({"step": int, "again": list}, {"step": int, "groups": list, "queue": dict})
 
 
@@ -20,7 +20,7 @@ class WallJournal:
                                                 old samples are dropped
       {"step": 7, "groups": [...], "queue": {}} the batch that step 7 trains on, and the metrics of the queue. With
                                                 dynamic sampling also "dropped": [[12, 5], ...], `index` and `asked` of
-                                                the groups without a signal that left the queue in step 7
+                                                the groups that step 7 dropped because their rewards were all equal
 
     The fields of a group are:
 
@@ -53,7 +53,8 @@ class WallJournal:
         self._batches: dict[int, JournalEntry] = {}
         found = sealed_lines.read(self._path, _UNSEALED)
         for number, why in found.damaged:
-            # Earlier versions of podrl, which wrote no checksums, could leave a torn line between whole lines.
+            # Earlier versions of podrl, which wrote no checksums, could leave a torn line between whole lines. So a
+            # damaged line before the last line without a checksum is no error.
             if number > max(found.unsealed, default=0):
                 raise ValueError(self._damage_message(number, why, found.records))
         for _, line in found.records:

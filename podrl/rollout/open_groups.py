@@ -125,10 +125,10 @@ class OpenGroups(Generic[_G]):
         self.groups: list[_G] = []
         self.position = b""
         self._submitted = 0
-        # (step, prompts): in this step, the prompts may replace a group without a signal.
+        # (step, prompts): in this step, the prompts may replace a group whose rewards are all equal.
         self._reserve: list[tuple[int, Prompts]] = []
-        self._resumed_reserve: int | None = None  # number of prompts in reserve of each batch of the checkpoint
-        self._counts: dict[int, Mapping[str, float]] = {}  # by step
+        self._resumed_reserve: int | None = None  # size of the reserve of each batch in the checkpoint, in prompts
+        self._counts: dict[int, Mapping[str, float]] = {}  # metrics of each decided batch, by step
 
     def resume(self, step: int, pending: Sequence[PartialBatch]) -> None:
         """Opens the groups of a checkpoint.
@@ -181,7 +181,7 @@ class OpenGroups(Generic[_G]):
         self._reserve += [(step, part) for part in parts[count:]]
 
     def replace(self, step: int, give_up: Callable[[_G], None]) -> bool:
-        """Drops groups without a signal, and opens a prompt of the step's reserve for each of them (dynamic sampling).
+        """Replaces groups whose rewards are all equal by prompts of the step's reserve (dynamic sampling).
 
         Args:
           step: the step whose batch is decided next.
@@ -194,7 +194,7 @@ class OpenGroups(Generic[_G]):
           ValueError: the step is repeated, and the journal drops more groups than there are prompts in reserve.
         """
         opened = False
-        # In a step that is repeated, groups that are opened here may be among the groups to drop.
+        # If the step is repeated from the journal, groups that are opened here may be among the groups to drop.
         while dropped := self._clock.without_signal(
             step, self.groups, left := sum(s == step for s, _ in self._reserve)
         ):
@@ -212,7 +212,7 @@ class OpenGroups(Generic[_G]):
         return opened
 
     def resubmit(self, old: Sequence[_G], step: int, give_up: Callable[[_G], None]) -> None:
-        """Cancels groups that are too old for a step, and submits their prompts again, in new groups at their places.
+        """Cancels groups that are too old for a step; new groups with the same prompts take their places.
 
         Args:
           old: the groups.

@@ -30,10 +30,10 @@ class PartialBatch:
       longest: number of tokens of the longest sample in each recent batch; the next quanta follow from these numbers.
       samples: JSON values of each sample, group-major, for the prompts submitted so far. Dynamic sampling may submit
         the other prompts later.
-      rows: per-token arrays by name, all samples one after the other; `count_B` has the number of tokens of each
-        sample, `asked_P` whether each prompt was submitted. If routes are recorded, `route_YX` has `Track.routes` of
-        all samples, one after the other, and `route_B` the number of tokens with routes in each sample. Ended samples
-        need these routes, because they are not computed again.
+      rows: per-token arrays by name, all samples one after the other. `count_B` has the number of tokens of each
+        sample, `asked_P` says whether each prompt was submitted. If routes are recorded, `route_YX` has `Track.routes`
+        of all samples, one after the other, and `route_B` has the number of tokens with routes in each sample. The
+        routes of ended samples are kept because they are not computed again.
     """
 
     prompts: Prompts
@@ -181,7 +181,7 @@ def join(parts: Sequence[PartialBatch]) -> PartialBatch:
 
 
 def join_prompts(of: Sequence[Prompts]) -> Prompts:
-    """Joins prompts, one after the other; the result has the data position of the first of `of`.
+    """Joins prompts, one after the other; the result has the data position of `of[0]`.
 
     A prompt that lacks a field of other prompts has the value None in this field.
     """

@@ -69,7 +69,7 @@ class Player(Protocol):
         ...
 
     def state(self) -> list[tuple[SavedState, Track | None]]:
-        """Returns each sample's part of a checkpoint: (values for JSON, the sample's track or None without a track)."""
+        """Returns each sample's part of a checkpoint: (values for JSON, the sample's track or None if it has none)."""
         ...
 
 

@@ -38,7 +38,7 @@ class _RequestState:
       tracks: the engine's records of the samples.
       strings: stop strings of ordinary text.
       stops: stop strings that are one special token, by the id of the token.
-      sent: number of tokens that were sent in parts, per sample.
+      sent: number of tokens that were sent to the client so far, per sample, if the answer is sent in parts.
       begin: index of the first token of the newest part, per sample.
     """
 
@@ -265,7 +265,7 @@ class Serving:
         return answer
 
     def _choice(self, state: _RequestState, track: Track) -> Choice:
-        """Writes a finished sample as a choice."""
+        """Writes a finished sample as one of the choices in the answer to a request."""
         last = track.tokens[-1] if track.tokens else -1
         if track.stop == STOP_LENGTH:
             stop = "length"

@@ -88,7 +88,7 @@ class RolloutWorker:
       env_client: the environments of all samples; None if samples have no environments.
       several_hosts: True if the mesh has devices of other processes.
       broadcast: function that sends the engine's calls to the other processes of the mesh, which run the calls, too;
-        None if there are no others.
+        None if the mesh has no other processes.
     """
 
     abilities: ClassVar[frozenset[Ability]] = frozenset(get_args(Ability))
@@ -275,7 +275,8 @@ class RolloutWorker:
           players: players in the order in which their samples get lanes, each with the tokens that its samples may
             draw: a number, None for all, or a budget. The caller may append further players to the list between
             samples.
-          calls: largest number of turns that a sample may end in this call, if its player has a quantum; None for any.
+          calls: largest number of turns that a sample may end in this call, if its player has a quantum; None for any
+            number.
           halt: function that is called between dispatches; True ends the call and leaves all samples in their present
             state.
 

@@ -1,7 +1,9 @@
 """Cuts shards into the boxes of a plan, and joins boxes into shards, by compiled programs.
 
-Every program runs on all devices of one mesh without communication. A program depends only on shapes and the mesh, so
-equal buckets share a program. The parts of a large leaf share one, too, because the start of a part is an argument.
+A box is a part of an array that lies in one source shard and goes to one place, its slot, of a target shard
+(podrl.transfer.plan). Every program runs on all devices of one mesh without communication. A program depends only on
+shapes and the mesh, so equal buckets share a program. The parts of a large leaf share a program, too, because the start
+of a part is an argument.
 """
 
 import dataclasses
@@ -23,7 +25,7 @@ from podrl.transfer.plan import LeafPlan
 from podrl.types import JaxDevice, PyTree
 
 Columns = Sequence[Array]
-# One entry per slot of a shard: the box of each device, by device id.
+# One entry per slot of a shard: each device's box for this slot, by device id.
 Slots = Sequence[Mapping[int, Array]]
 
 

@@ -3,9 +3,10 @@
 All processes of both meshes move the same plan in the same order. The transport also runs in one process that has two
 disjoint meshes.
 
-For each bucket, one program on the source mesh packs the boxes that each device sends into messages, one message for
-each different set of links; one collective-permute moves each message; one program on the target mesh joins the boxes
-into shards. A collective of any size costs about a millisecond over TCP, so leaves with equal links share one.
+A link is a pair of a source device and a target device. For each bucket, one program on the source mesh packs the boxes
+that each device sends into messages, one message for each different set of links. One collective-permute then moves
+each message, and one program on the target mesh joins the boxes into shards. A collective of any size costs about a
+millisecond over TCP, so leaves with equal links share a message.
 """
 
 from collections.abc import Sequence
@@ -49,7 +50,7 @@ class CollectiveTransport:
         *,
         flat_bytes: int = FLAT_BYTES,
     ):
-        """Assigns boxes to rounds; programs compile at the first move.
+        """Assigns boxes to rounds (`podrl.transfer.messages.Rounds`); programs compile at the first move.
 
         Args:
           plan: plan made from `sources` and `targets`.
@@ -229,7 +230,7 @@ class ReceiptChannel:
         """
         sent = None
         if sums_Wl is not None:
-            # Not jax.device_put onto the mesh: it would compare the value on all processes, the receivers included.
+            # jax.device_put onto the mesh would compare the value on all processes, but receivers do not run this line.
             mesh = cast(Mesh, self._source.mesh)
             here = [jax.device_put(np.int32(version), d) for d in mesh.local_devices]
             sent = [sums_Wl, jax.make_array_from_single_device_arrays((), self._source, here)]

@@ -62,7 +62,10 @@ class InPlaceTransport:
 
 
 class _Read(NamedTuple):
-    """The boxes that target devices read of a leaf: box m of device w is at `corner_MWi[m][w]` of the lent shard."""
+    """The boxes of a leaf that target devices read: box m of device w begins at `corner_MWi[m][w]` of its source shard.
+
+    The source shard is lent to the device: the device reads it through an alias.
+    """
 
     spec: Spec
     slots: tuple[int, ...]

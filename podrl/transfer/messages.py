@@ -196,7 +196,7 @@ class BoxMessage:
         return math.prod(self.shape) * self.dtype.itemsize * len(self.links)
 
     def buffer(self, place: NamedSharding) -> jax.ShapeDtypeStruct:
-        """Returns the shape of the array that holds a buffer on every device of the mesh of `place`."""
+        """Returns the shape of an array with one buffer on every device; `place` shards it over the mesh's devices."""
         shape = (self.shape[0] * place.mesh.size, *self.shape[1:])
         return jax.ShapeDtypeStruct(shape, self.dtype, sharding=place)
 

@@ -25,7 +25,8 @@ from jaxtyping import Int
 
 from podrl.types import PyTree
 
-# Bytes that a device stages at once: on CPU few enough to stay in its caches, elsewhere enough to pay for a transfer.
+# Bytes that a device stages (holds in buffers of a move) at once. On CPU they are few enough to stay in its caches;
+# elsewhere they are enough to pay for the start of a transfer.
 _BUCKET_BYTES = {"cpu": 16 << 20}
 DEFAULT_BUCKET_BYTES = 64 << 20
 # The in-place transport stages nothing. Starting its programs takes a tenth of a move. Larger buckets mean fewer

@@ -1,4 +1,4 @@
-"""Checksums of sharded leaves, the record of published versions, and the refusal of weights that differ.
+"""Computes checksums of sharded leaves, records them for each published version, and refuses weights that differ.
 
 The checksum of a leaf is defined in podrl/storage/bits.py. Each device sums its own shard, so that no value of a leaf
 crosses devices. Every replica is summed, so that a damaged copy is found.

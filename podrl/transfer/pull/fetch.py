@@ -1,4 +1,4 @@
-"""The rollout's side of the pull transport: fetches this process's boxes from every trainer process."""
+"""The rollout's side of the pull transport: fetches this process's boxes of the weights from every trainer process."""
 
 import dataclasses
 import time
@@ -28,7 +28,8 @@ class TransferTimeoutError(ChannelError):
 class VersionGoneError(ChannelError):
     """The trainer no longer holds the requested version; a newer version is available.
 
-    If a rollout host pauses for too long, the leader gives the host up. This error may then tell the host so first.
+    If a rollout host pauses for too long, the leader gives the host up. The host may then meet this error before it
+    hears from the leader.
     """
 
 
@@ -267,7 +268,7 @@ class _Pull:
             self._compare(request.process, message.value["totals"])
             arrays = [self._box(i, piece) for (i, _), piece in zip(keys, message.bulk, strict=True)]
             devices = [self._joined.arrival[i][k] for i, k in keys]
-            # A copy even on CPU: an array that borrows numpy's memory must not reach code that donates it.
+            # Boxes are copied even on CPU: an array that borrows numpy's memory must not reach code that donates it.
             boxes.update(zip(keys, jax.device_put(arrays, devices, may_alias=False), strict=True))
         jax.block_until_ready(self._joined.joiner.join(self._joined.spread(sent.leaves, boxes), sent.part, move.out))
 

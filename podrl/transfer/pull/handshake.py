@@ -23,7 +23,7 @@ class Reply(Protocol):
     """An answer of a trainer process that has not arrived yet."""
 
     def wait(self, deadline_s: float, what: str) -> Message:
-        """Waits for the answer; its bulk holds the boxes if a bucket was requested.
+        """Waits for the answer. If a bucket was requested, the boxes are the answer's bulk (binary buffers).
 
         Args:
           deadline_s: the longest wait, in seconds.
@@ -37,7 +37,7 @@ class Reply(Protocol):
 
 
 class SendRequest(Protocol):
-    """A function that sends a request to a trainer process, and does not wait; there `PullServer.answer` replies.
+    """A function that sends a request to a trainer process, where `PullServer.answer` replies, without waiting.
 
     The channel encrypts the messages and authenticates both ends.
     """
