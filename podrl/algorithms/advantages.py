@@ -47,7 +47,8 @@ def by_group(estimate: Callable[..., Groups], group_B: GroupIndex, *values_B: Fl
         values_B = (values_B[0].astype(xp.float32), *values_B[1:])
     sizes = by_size(group_B)
     order_B = np.concatenate([rows_PG.ravel() for rows_PG in sizes])
-    if len(sizes) == 1 and np.array_equal(order_B, np.arange(size)):  # podrl's engine returns this order: no gather
+    # podrl's engine returns groups of one size, one after another: a reshape is then enough.
+    if len(sizes) == 1 and np.array_equal(order_B, np.arange(size)):
         return estimate(*(values.reshape(sizes[0].shape) for values in values_B)).reshape(-1)
     advantages = [estimate(*(values[rows_PG] for values in values_B)).reshape(-1) for rows_PG in sizes]
     return xp.concatenate(advantages)[np.argsort(order_B)]
@@ -137,7 +138,8 @@ def maxrl(
 
     def estimate(reward_PG: Groups) -> Groups:
         mean_P1 = reward_PG.mean(axis=1, keepdims=True)
-        divisor_P1 = namespace(reward_PG).maximum(mean_P1, eps)  # mean + eps would be wrong by 8e-6 of a mean of 1/8
+        # Not mean + eps: with a mean of 1/8 and an eps of 1e-6, the divisor would be off by a share of 8e-6.
+        divisor_P1 = namespace(reward_PG).maximum(mean_P1, eps)
         return _singleton(reward_PG, _centred(reward_PG, mean_P1) / divisor_P1, singleton)
 
     if isinstance(reward_B, np.ndarray) and (reward_B < 0).any():

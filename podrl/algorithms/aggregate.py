@@ -130,7 +130,7 @@ def token_mean(value_BT: Float[Array, "B T"], mask_BT: Mask) -> Ratio:
 
 
 def divisor(mask_BT: Float[np.ndarray, "B T"], mode: str) -> float:
-    """Returns the divisor of the batch's sum: the number of loss tokens, of sequences with a loss token, or 1.
+    """Returns the number that divides the batch's sum: its loss tokens, its sequences with a loss token, or 1.
 
     In a batch without a loss token the divisor is 1 for every mode, as it is in an update.
 
