@@ -47,7 +47,8 @@ def by_group(estimate: Callable[..., Groups], group_B: GroupIndex, *values_B: Fl
         values_B = (values_B[0].astype(xp.float32), *values_B[1:])
     sizes = by_size(group_B)
     order_B = np.concatenate([rows_PG.ravel() for rows_PG in sizes])
-    if len(sizes) == 1 and np.array_equal(order_B, np.arange(size)):  # the order of podrl's engine: a reshape is enough
+    # podrl's engine returns groups of one size, one after another: a reshape is then enough.
+    if len(sizes) == 1 and np.array_equal(order_B, np.arange(size)):
         return estimate(*(values.reshape(sizes[0].shape) for values in values_B)).reshape(-1)
     advantages = [estimate(*(values[rows_PG] for values in values_B)).reshape(-1) for rows_PG in sizes]
     return xp.concatenate(advantages)[np.argsort(order_B)]
@@ -137,7 +138,8 @@ def maxrl(
 
     def estimate(reward_PG: Groups) -> Groups:
         mean_P1 = reward_PG.mean(axis=1, keepdims=True)
-        divisor_P1 = namespace(reward_PG).maximum(mean_P1, eps)  # not mean + eps: 1/8 + 1e-6 is off by a share of 8e-6
+        # Not mean + eps: with a mean of 1/8 and an eps of 1e-6, the divisor would be off by a share of 8e-6.
+        divisor_P1 = namespace(reward_PG).maximum(mean_P1, eps)
         return _singleton(reward_PG, _centred(reward_PG, mean_P1) / divisor_P1, singleton)
 
     if isinstance(reward_B, np.ndarray) and (reward_B < 0).any():
@@ -160,8 +162,8 @@ def leave_one_out(
     """Subtracts the mean reward of the group's other samples (RLOO, arXiv 2402.14740).
 
     Args:
-      scale: "std" also divides by the sample standard deviation of the other samples' rewards + eps, unless these
-        rewards are equal or there is only one (NeMo-RL's GRPO); "none" does not divide.
+      scale: "none" does not divide. "std" also divides by eps plus the sample standard deviation of the other samples'
+        rewards (NeMo-RL's GRPO); if these rewards are equal, or if there is only one, "std" does not divide either.
       eps: number added to the standard deviation.
 
     Returns:

@@ -130,9 +130,9 @@ def token_mean(value_BT: Float[Array, "B T"], mask_BT: Mask) -> Ratio:
 
 
 def divisor(mask_BT: Float[np.ndarray, "B T"], mode: str) -> float:
-    """Returns the divisor of the batch's sum: the number of loss tokens, the number of sequences with them, or 1.
+    """Returns the number that divides the batch's sum: its loss tokens, its sequences with a loss token, or 1.
 
-    The divisor is 1 in a batch without a loss token, because an update then divides by 1.
+    In a batch without a loss token the divisor is 1 for every mode, as it is in an update.
 
     Args:
       mask_BT: 1 on loss tokens; each row is one sequence, not packed.
@@ -153,10 +153,10 @@ def as_token_mean(
     eps: float = 0.0,
     over_BT: Float[np.ndarray, "B T"] | None = None,
 ) -> Float[np.ndarray, "B 1"]:
-    """Returns one factor per sequence, with which `aggregate` computes the mean over tokens for every mode.
+    """Returns one factor per sequence that makes `aggregate` compute a mean over tokens, whatever the mode is.
 
-    `aggregate` of the values times the factors is the mean of the values over tokens. So a part of a loss that is a
-    mean over tokens can be added to the values of another part, although the mode has another denominator.
+    Multiply token values by these factors, and aggregate the products by `mode`: the result is the mean of the values
+    over tokens. One part of a loss can thus be a mean over tokens although the mode divides the other part otherwise.
 
     Args:
       mask_BT: 1 on loss tokens; each row is one sequence, not packed.

@@ -18,7 +18,7 @@ class PreferenceLoss(NamedTuple):
       loss_P: loss of each pair, nats.
       margin_P: score of the chosen answer minus score of the rejected answer, which is the log-odds that the chosen
         answer is preferred.
-      weight_P2: minus the derivative of each loss with respect to the two scores.
+      weight_P2: minus the derivatives of each pair's loss with respect to its two scores.
     """
 
     loss_P: Float[Array, " P"]

@@ -42,11 +42,12 @@ class Distillation:
     """Weights of the teacher's part and of the rewards' part of an update, and the form of the teacher's KL.
 
     Attributes:
-      coef: weight of the reverse KL, in advantage per nat ("sampled") or loss per nat ("top_k", "full"); one number, or
-        an array (B, 1) with one number per sample.
+      coef: weight of the reverse KL: advantage per nat if `kl` is "sampled", else loss per nat. One number, or an array
+        (B, 1) with one number per sample.
       reward_coef: weight of the advantage from rewards, a number or an array (B, 1); 0 for no rewards.
-      kl: set of ids that a token's KL is computed over: the sampled id, the policy's likeliest ids, or the vocabulary.
-      top_k: number of likeliest ids under "top_k".
+      kl: ids that a token's KL is computed over: "sampled" is the sampled id alone, "top_k" the policy's likeliest ids,
+        "full" the whole vocabulary.
+      top_k: number of likeliest ids, if `kl` is "top_k".
       teacher: name of the model that teaches, see `Teacher`.
     """
 

@@ -35,8 +35,8 @@ def kto(
 
     With r = log(p / p_ref) of the answer, the loss of a desirable answer is w (1 - sigmoid(beta (r - z))), and the loss
     of an undesirable answer is w (1 - sigmoid(beta (z - r))). The reference point z estimates KL(policy || reference)
-    and has no gradient: it is the mean of r over the batch's prompts, each followed by the answer of another prompt,
-    but at least 0.
+    and has no gradient. To compute z, each prompt is followed by the answer of another prompt; z is the mean of r over
+    these answers, or 0 if the mean is negative.
 
     Args:
       logratio_B: log(p / p_ref) of each whole answer, nats.

@@ -59,7 +59,7 @@ def mismatch_by_age(
     age_BT: Float[Array, "B T"],
     oldest: int,
 ) -> dict[str, Ratio]:
-    """Splits `sampler/abs_diff` by the age of tokens: each entry is the part of the mean from tokens of one age.
+    """Splits `sampler/abs_diff` by the age of tokens: each entry is what tokens of one age add to the mean.
 
     Args:
       logprob_BT: trainer's log-probabilities, nats.
@@ -116,8 +116,8 @@ def divided(mean: Mapping[str, float]) -> dict[str, float]:
     """Turns metrics by age into means over the tokens of that age, and leaves out ages that no token has.
 
     Args:
-      mean: for each metric's name, its mean over all loss tokens. If a metric is for one age, its value is the part of
-        this mean that tokens of that age contribute.
+      mean: means over all loss tokens, by the metric's name. The value of a metric by age is the part of the mean that
+        tokens of this age contribute.
     """
     found = {}
     for name, value in mean.items():

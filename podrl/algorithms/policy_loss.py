@@ -112,7 +112,8 @@ class LossSettings:
         probability.
       epsilon_low: distance on the lower side, if it differs; None for epsilon.
       epsilon_high: distance on the upper side, if it differs (clip-higher); None for epsilon.
-      epsilon_c: largest ratio that counts where the advantage is negative (dual clip); None for no bound; `clip` only.
+      epsilon_c: largest ratio that counts where the advantage is negative (dual clip); None for no bound. Only `clip`
+        reads it.
       tau_positive: SAPO's temperature on tokens with a positive advantage.
       tau_negative: SAPO's temperature on all other tokens.
       cov_fraction: share of the loss tokens that clip_cov drops or kl_cov penalises.
@@ -242,7 +243,8 @@ class LossSettings:
     def correction(self) -> str:
         """The sampler correction in use, a key of `CORRECTIONS`.
 
-        'auto' is 'none' here. The settings of a run override this property, because they know if samples can be stale.
+        'auto' is 'none' here. The classes of a run's settings override this property, because only they know whether
+        samples can be older than the trained weights.
         """
         return "none" if self.sampler_correction == "auto" else self.sampler_correction
 
@@ -367,8 +369,8 @@ class PolicyLoss:
     def token_share(self, mask_BT: Float[np.ndarray, "B T"]) -> float:
         """Returns the divisor of one update's loss, divided by its number of loss tokens.
 
-        If a sum over tokens, times this factor, is added to the loss's numerator, the final division makes it a mean
-        over loss tokens, whatever the loss is divided by.
+        Multiply a sum over tokens by this factor, and add the product to the loss's numerator. The final division then
+        turns the sum into a mean over loss tokens, whatever the divisor of the loss is.
 
         Args:
           mask_BT: 1 on loss tokens of the update's samples, one sample per row.
@@ -517,9 +519,9 @@ class PolicyLoss:
         """Computes the weight of each token's log-probability in the policy gradient, and marks clipped tokens.
 
         The weight is minus the derivative of the sum of policy-gradient losses with respect to the token's
-        log-probability. At a ratio of 1 the weight is the advantage, unless the token is corrected or cut. Where the
-        clip took the gradient away, the weight is 0. KL, entropy and aggregation (division by lengths and numbers of
-        tokens) are left out.
+        log-probability. At a ratio of 1 the weight is the advantage, unless the sampler correction or another factor
+        on the token's loss changes it. Where the clip took the gradient away, the weight is 0. KL, entropy and
+        aggregation (division by lengths and numbers of tokens) are left out.
 
         Args:
           logprob_BT: log-probabilities under the policy being trained, nats.
@@ -544,7 +546,7 @@ class PolicyLoss:
     ) -> tuple[surrogates.Surrogate, Array, Array]:
         """Computes surrogate, correction weight and policy-gradient loss of every token.
 
-        `rows` must have gone through `PolicyRows.clean`.
+        Call `PolicyRows.clean` on `rows` first.
         """
         settings, where = self.settings, (rows.mask_BT, rows.length_BT, rows.layout.sample())
         low, high = settings.correction_bounds

@@ -32,11 +32,11 @@ class Surrogate(NamedTuple):
 
     Attributes:
       loss_BT: loss of each token.
-      clipped_BT: True where the clip took the token's gradient away. CISPO: where it changed the token's weight. GMPO:
-        where log r lies outside its bounds and A > 0. DPPO and IPO: where -r A was set to 0. Clip-Cov: where the token
-        was dropped for its covariance. KL-Cov: where the token is penalised.
-      clipped_low_BT: True where the dual clip took the token's gradient away. GMPO: where log r lies outside its bounds
-        and A < 0. DPPO and IPO: where -r A was set to 0 because the token's probability fell.
+      clipped_BT: True where the clip took the token's gradient away. Some surrogates mark other tokens. CISPO marks
+        tokens whose weight it clipped; GMPO marks tokens with A > 0 and log r outside the bounds; DPPO and IPO mark
+        tokens whose -r A was set to 0; Clip-Cov marks the tokens that it dropped, KL-Cov the tokens that it penalised.
+      clipped_low_BT: True where the dual clip took the token's gradient away. GMPO marks tokens with A < 0 and log r
+        outside the bounds. DPPO and IPO mark tokens whose -r A was set to 0 because their probability fell.
       ratio_BT: probability ratio that the loss used.
     """
 
@@ -70,7 +70,8 @@ def clip(
 ) -> Surrogate:
     """Computes max(-r A, -clip(r, 1 - epsilon_low, 1 + epsilon_high) A), at most -epsilon_c A where A < 0.
 
-    PPO (arXiv 1707.06347, eq. 7), clip-higher (DAPO, arXiv 2503.14476, eq. 10), dual clip (arXiv 1912.09729, eq. 5).
+    The maximum is PPO's (arXiv 1707.06347, eq. 7). An epsilon_high above epsilon_low is clip-higher (DAPO, arXiv
+    2503.14476, eq. 10). The bound where A < 0 is the dual clip (arXiv 1912.09729, eq. 5).
 
     Args:
       epsilon_low: distance of the lower bound of r from 1, in [0, 1].
@@ -189,9 +190,9 @@ def gmpo(
 ) -> Surrogate:
     """Computes -exp(mean of clipped log r) mean(A), both means over the sequence (GMPO, arXiv 2507.20673).
 
-    The clip bounds log r on the side A pushes it to: at most epsilon_high where A > 0, at least -epsilon_low where
-    A < 0. The value of a sequence stands on each of its tokens, so sequence-mean-token-mean gives the paper's mean over
-    sequences.
+    The clip bounds log r only in the direction in which A pushes it: log r is at most epsilon_high where A > 0, and at
+    least -epsilon_low where A < 0. Every token gets the value of its sequence, so sequence-mean-token-mean gives the
+    paper's mean over sequences.
 
     Args:
       advantage_BT: advantages. The paper has one advantage per sequence; here it is the mean over the sequence.
@@ -276,7 +277,7 @@ def _cut(
     cut_high_BT: Bool[Array, "B T"],
     coef: float,
 ) -> Surrogate:
-    """Computes -r A + coef (log r)^2, without -r A on the tokens that are cut."""
+    """Computes -r A + coef (log r)^2, without -r A where `cut_low_BT` or `cut_high_BT` is True."""
     ratio_BT, cut_BT = token_ratio(logprob_BT, old_logprob_BT), cut_high_BT | cut_low_BT
     log_r_BT = jnp.clip(logprob_BT - old_logprob_BT, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     loss_BT = jnp.where(cut_BT, 0.0, -advantage_BT * ratio_BT) + coef * log_r_BT**2
@@ -338,7 +339,7 @@ def clip_cov(
     Args:
       epsilon_low: distance of the lower bound of r from 1.
       epsilon_high: distance of the upper bound of r from 1.
-      fraction: largest share of the loss tokens of this call that is dropped; it always allows one token.
+      fraction: largest share of this call's loss tokens to drop; however small it is, one token may be dropped.
       covariance_low: lower bound of the covariance, exclusive, in advantage times nats.
       covariance_high: upper bound of the covariance, exclusive, in advantage times nats.
     """
@@ -364,7 +365,7 @@ def kl_cov(
     `token_covariance` computes this covariance of advantage and logprob.
 
     Args:
-      fraction: share of the loss tokens of this call to penalise, at least one token.
+      fraction: share of this call's loss tokens to penalise; at least one token is penalised.
       coef: weight of the penalty, loss per nat.
     """
     ratio_BT = token_ratio(logprob_BT, old_logprob_BT)

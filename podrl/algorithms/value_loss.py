@@ -44,7 +44,8 @@ def value_loss(
     Args:
       value_BT: the critic's values, reward units; differentiated.
       rows: the critic's values before the update, the returns, and the mask of loss tokens.
-      clip_range: distance from v_old that v may reach before its gradient stops, reward units; infinity for no clip.
+      clip_range: distance between v and v_old beyond which the loss stops pulling v further away, reward units;
+        infinity for no clip.
       mode: aggregation mode (`podrl.algorithms.aggregate`).
       scale: fixed length of the scale modes, tokens.
 

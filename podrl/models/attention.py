@@ -52,8 +52,8 @@ def attention(
       segment_BT: segment of each token, 0 on padding; outputs on padding are finite but meaningless.
       window: number of tokens that a token sees, itself included; traced, so it may differ per layer.
       softcap: c in c * tanh(score / c); 0 is off.
-      shared: (last_BT, position_BT) if segments may begin with tokens of other segments. Token t then sees token s iff
-        s <= t, segment[s] <= segment[t] <= last[s] and position[t] - position[s] < window. None otherwise.
+      shared: (last_BT, position_BT) of `podrl.types.Layout` if sequences share their first tokens; None if not. Token t
+        then sees token s iff s <= t, segment[s] <= segment[t] <= last[s] and position[t] - position[s] < window.
       sinks: scores of the heads' sinks, in one array; a sink is a key with value 0 that every token sees (gpt-oss). ()
         if heads have no sinks.
       mesh: mesh over which rows and heads are split as `podrl.mesh.rules` says; None for one device.
@@ -109,7 +109,8 @@ def _over_mesh(
 ) -> Array:
     """Runs a form of attention on every device's rows and heads.
 
-    `blockwise` replaces `run` if rows are cut along time and the query heads do not divide by the number of cuts.
+    `blockwise` replaces `run` if rows are cut along time and the number of parts does not divide the query heads: each
+    device then has the queries of some blocks only (`podrl.models.time_cut`).
     """
     tensor = mesh.shape["tensor"]
     N, K = q_BTNH.shape[2], k_BTKH.shape[2]
@@ -269,9 +270,10 @@ def _seen(where: Where, i: Array, j: Array, size: int) -> Array:
 
 
 def _where_seen(where: Where, seen: Array, body, carry):
-    """Runs the body, but skips key blocks without a visible token if segments share tokens and a row has many blocks.
+    """Runs the body for a key block, or skips the block if no query sees a token of it.
 
-    Without shared tokens, `_key_blocks` has already left out the blocks beyond the window.
+    Only rows of several blocks whose segments share tokens need this test. Without shared tokens, `_key_blocks` has
+    already left out the blocks beyond the window.
     """
     if len(where) == 2 or seen.shape[-1] == where[0].shape[1]:
         return body(carry)

@@ -23,8 +23,8 @@ LINEAR_PROJECTIONS = {
     "delta_out": "out_proj",
 }
 MODULE_PROJECTIONS = (*PROJECTIONS, *LINEAR_PROJECTIONS)  # projections that are modules of their own in `transformers`
-# Projections that `LoraConfig.base_dtype` stores as integers. The two that set the pace of linear attention's states
-# are left out: they are small, and their errors would add up over the tokens.
+# Projections that `LoraConfig.base_dtype` stores as integers. Linear attention's delta_beta and delta_decay are left
+# out: they are small, and their rounding errors would add up in the states, token after token.
 INTEGER_PROJECTIONS = (*PROJECTIONS, "delta_in", "delta_gate", "delta_out", *EXPERT_PROJECTIONS)
 QUANT_GROUP = 64  # number of inputs that share a scale in integer weights
 GLOBAL_WINDOW = 1 << 30  # window of a layer that sees all earlier tokens: longer than any sequence
@@ -35,11 +35,11 @@ class RopeScaling:
     """Settings of rotary-frequency scaling for long contexts.
 
     Attributes:
-      kind: 'none'; 'linear', which divides all frequencies by `factor`; 'llama3', which divides the
-        frequencies of long wavelengths, with a smooth transition; 'yarn', which does the same with a transition that
-        is linear in the index of the frequency, and multiplies cosines and sines by `attention_factor` (arXiv
-        2309.00071); or 'proportional', which divides the share `turned` of the frequencies, the highest ones, and
-        sets the others to 0 (Gemma 4).
+      kind: name of the scaling. 'none' changes nothing. 'linear' divides all frequencies by `factor`. 'llama3' divides
+        the frequencies of long wavelengths, with a smooth transition to short ones. 'yarn' (arXiv 2309.00071) also
+        divides the frequencies of long wavelengths, but its transition is linear in the index of the frequency; it also
+        multiplies cosines and sines by `attention_factor`. 'proportional' (Gemma 4) divides the highest frequencies,
+        as many as the share `turned`, and sets all other frequencies to 0.
       factor: divisor of the frequencies; wavelengths grow by this factor.
       low_freq_factor: number that sets the upper end of llama3's transition: wavelengths above
         `original_length / low_freq_factor` are stretched fully.
@@ -224,8 +224,8 @@ class Kind:
       delta: sizes of linear attention, if the layers have it in place of attention; `num_kv_heads` and `head_dim` then
         have no meaning. None for attention.
       dense: True if the layers have the feed-forward of the model's `ffn_dim` in place of the model's experts.
-      keys_of: index of another kind. These layers attend to the keys and values of that kind's last layer, and have no
-        projections k and v of their own; they follow all other layers. -1 for own keys and values.
+      keys_of: index of the kind whose last layer lends its keys and values. The borrowing layers have no projections k
+        and v, and follow all other layers of the model. -1 for layers with keys and values of their own.
       ffn_scale: factor of the model's `ffn_dim`.
     """
 
@@ -346,7 +346,7 @@ class ModelConfig:
 
     @property
     def projections(self) -> tuple[str, ...]:
-        """Names of the dense projections in a layer: only attention's if experts replace the dense feed-forward."""
+        """Names of a layer's dense projections. If experts replace the feed-forward, only attention has any."""
         names = ATTENTION_PROJECTIONS if self.experts is not None and not self.experts.beside_dense else PROJECTIONS
         if self.delta is not None:
             return (*LINEAR_PROJECTIONS, *(name for name in names if name not in ATTENTION_PROJECTIONS))
@@ -395,8 +395,8 @@ class ModelConfig:
     def patterns(self) -> tuple[tuple[tuple[tuple[int, int], ...], int], ...]:
         """Returns the layers in order as repeated patterns, as short as possible: (pattern, number of repetitions).
 
-        A pattern is a sequence of runs of equal layers: (index of the kind, number of layers). There is one
-        pattern, and a second one for layers that reuse the keys of others.
+        A pattern is a sequence of runs of equal layers: (index of the kind, number of layers). Layers that reuse the
+        keys of other layers have a second pattern; all other layers have one.
         """
         if not self.kinds:
             return ((((0, self.num_layers),), 1),)
@@ -464,8 +464,8 @@ class ModelConfig:
     def _check_adapters(self, experts: Experts) -> None:
         """Refuses a pattern that names a dense feed-forward but not the experts, and dropout in experts' adapters.
 
-        The default pattern means attention only, unless the layer also has a dense feed-forward: then all patterns hold
-        as they are written.
+        The default pattern is never refused: in a layer with experts only, it means attention. In a layer that also has
+        a dense feed-forward, every pattern is taken as it is written.
         """
         lora, family = self.lora, self.family
         dense = [name for name in ("gate", "up") if lora.covers(name) and not lora.covers("expert_in")]
@@ -483,7 +483,7 @@ class ModelConfig:
             )
 
     def _attention_adapters(self) -> LoraConfig:
-        """Returns `lora` with the default pattern narrowed to attention, as a model with experts understands it."""
+        """Returns `lora` for a model with experts, in which the default pattern means attention only."""
         if self.lora.pattern != LoraConfig.pattern:
             return self.lora
         return dataclasses.replace(self.lora, pattern="|".join(ATTENTION_PROJECTIONS))

@@ -42,7 +42,8 @@ class LayerInfo:
 # In layers that reuse keys, k_BTKH and v_BTKH are None, and `attend` takes the earlier layer's keys and values.
 # `sinks` holds one array with the score of each head's sink, or nothing if heads have no sinks. `state` is any value
 # that the caller of the forward pass wants from each layer (new keys and values, an updated cache).
-# In layers of linear attention: attend(h_BTD, layer, project) -> (out_BTD, state), with the normalised stream h.
+# In layers of linear attention: attend(h_BTD, layer, project) -> (out_BTD, state), where h_BTD is the normalised
+# residual stream.
 Attend = Callable[..., tuple[Array, PyTree]]
 # routed(h_BTD, layer, info, router_BTD) -> (out_BTD, route_BTk): the experts' output, and the chosen experts. The
 # router reads router_BTD, or h_BTD if router_BTD is None.
@@ -395,9 +396,13 @@ class _Pass:
     balance: Float[Array, ""] | None
 
     def step(self, kind: int, alike: ModelConfig, lent: Mapping[int, tuple[Array, Array]], waiting: PyTree) -> Callable:
-        """Builds the step of a kind of layer, with the weights that are `waiting` in the host's memory.
+        """Builds the step of a kind of layer for `over_layers`; it fetches the weights that wait in the host's memory.
 
-        Layers that reuse keys and values take them from `lent`, which has them by the lending kind.
+        Args:
+          kind: index of the kind of layer.
+          alike: configuration of a model that has only layers of this kind.
+          lent: keys and values that other layers may reuse, by the index of the kind that made them.
+          waiting: weights of the kind's layers that wait in the host's memory.
         """
         config, mesh, tpu, real_BT = self.config, self.mesh, on_tpu(self.mesh), self.segment_BT != 0
         place_L = jnp.asarray([place for _, place in config.places()])
@@ -471,7 +476,7 @@ def replayed(
       mesh: mesh on which activations are placed; None for one device.
       dropout_key: random key of the adapters' dropout (training only); None for no dropout.
       last_BT: last segment that sees the token, see `podrl.types.Layout`; None if segments share no tokens. Layers of
-        linear attention support one level only: if other segments continue a segment, it must not continue another.
+        linear attention support one level only: a segment that others continue must not itself continue another.
       route_LBTk: recorded experts of each token, see `podrl.models.moe.routes_of`; None lets every token choose.
       balance: factor of the experts' balance loss, see `podrl.models.moe.feed_forward`; None adds no gradient of it.
 
@@ -500,8 +505,9 @@ def replayed(
     here, waiting = offload.apart(stacks_of(params["layers"], config), indexed=bool(config.kinds) and on_tpu(mesh))
     stacks = list(zip(here, infos, moe.routes_by_kind(route_LBTk, config), strict=True))
 
-    # A kind whose keys are reused passes its keys and values from layer to layer, so that its last layer's remain.
-    # Layers that reuse them do not pass them on, because a scan keeps its carry of every layer for the backward pass.
+    # Layers of a lending kind pass their keys and values on in the scan's carry, so that at the end the carry holds the
+    # keys and values of the kind's last layer. Layers that reuse them are scanned without them in the carry,
+    # because a scan keeps the carry of every layer for the backward pass.
     def empty(kind: Kind) -> tuple[Array, Array]:
         zeros = jnp.zeros((*tokens_BT.shape, kind.num_kv_heads, kind.head_dim), dtype)
         zeros = rules.constrain(zeros, ("batch", "time", "kv_heads", "head_dim"), mesh)

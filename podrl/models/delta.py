@@ -82,7 +82,8 @@ def cut(
       prefix_BT: number of the segment that each token's segment continues, its prefix; 0 for none. A prefix continues
         no other segment, and only segments that continue the same prefix lie between a segment and its prefix. None if
         no segment continues another.
-      before_B: number of the segment whose state each row begins with; 0 for none. None if no row begins with a state.
+      before_B: number of the segment that each row goes on with from a state at its start; 0 if the row starts from
+        zeros. None if all rows start from zeros.
       chunk: number of tokens of a chunk, C.
     """
     segment_BXC = _chunked(segment_BT, chunk)
@@ -204,7 +205,7 @@ def over_rows(
     solved = _sum("BXNCD,BXNDU->BXNCU", _inverse(system), sides)
     inside = {
         "change": solved[..., :U],  # change by each token if the chunk starts from zeros
-        "undo": solved[..., U:],  # multiplied with the entering state: the part of the changes to subtract
+        "undo": solved[..., U:],  # times the state that enters the chunk: subtracted from the change
         "scores": _sum("BXNCH,BXNDH->BXNCD", q, k) * pair_BXNCC,
         "reads": q * entering_BXNC[..., None],
         "keys": k,
@@ -412,15 +413,16 @@ def _convolve_on(
     """
     W, (B, T, K, channels) = len(weight_WKI), x_BTKI.shape
     wide_BKJ = jnp.concatenate([inputs_BKJ, x_BTKI.swapaxes(1, 2).reshape(B, K, -1)], axis=2)
-    # The barrier is the only reader of the concatenation, so that XLA can write the new inputs over the old ones.
+    # All later code reads the barrier's result, so the barrier is the only reader of the concatenation itself. XLA can
+    # then write the new inputs over the old ones.
     wide_BKJ = lax.optimization_barrier(wide_BKJ)
 
     def tap(w: int) -> Array:
         inputs_BKTI = wide_BKJ[..., w * channels : (w + T) * channels].reshape(B, K, T, channels)
         return inputs_BKTI * weight_WKI[w][:, None]
 
-    # The last tap, too, reads the concatenation: XLA would fuse the sum of projection and adapter into its product, and
-    # round it differently from the input that later tokens read.
+    # The last tap, too, reads the concatenation and not `x_BTKI`. XLA would fuse the sum of projection and adapter that
+    # makes `x_BTKI` into the tap's product, and round the sum differently from the input that later tokens read.
     out_BKTI = tap(W - 1)
     for w in range(W - 2, -1, -1):
         out_BKTI = out_BKTI + tap(w)

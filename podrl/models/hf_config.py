@@ -290,7 +290,7 @@ def config_from_hf(raw: JsonObject, *, where: str = "config.json") -> ModelConfi
 
 
 def _per_layer_dim(known: JsonObject, fields: JsonObject, where: str) -> int:
-    """Reads the size of a Gemma 4's per-layer embeddings; null is 0, a missing field is transformers' default."""
+    """Reads the size of a Gemma 4's per-layer embeddings: 0 for null, transformers' default for a missing field."""
     dim = fields.get("hidden_size_per_layer_input", known["hidden_size_per_layer_input"]) or 0
     if dim and known["vocab_size_per_layer_input"] != known["vocab_size"]:
         raise ValueError(

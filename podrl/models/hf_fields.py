@@ -138,7 +138,7 @@ _FIXED: Mapping[str, tuple[object, ...]] = {
     "n_group": (1, None),  # experts are chosen among all, not group by group
     "topk_group": (1, None),
 }
-# Further values that podrl computes for one family.
+# Values that podrl also accepts, for one family only: podrl computes them there.
 _FIXED_OF: Mapping[str, Mapping[str, tuple[object, ...]]] = {
     # In Gemma 4 the field changes only tokens of images, and never text. In Gemma 3 it changes all tokens.
     "gemma4": {"use_bidirectional_attention": ("vision",), "enable_moe_block": (True,)},
@@ -148,7 +148,7 @@ _FIXED_OF: Mapping[str, Mapping[str, tuple[object, ...]]] = {
 _GEMMA23 = ("gemma2", "gemma3")
 _GEMMA234 = (*_GEMMA23, "gemma4")
 _QWEN = ("qwen2", "qwen3")
-KINDS_OF_ROPE = ("gemma3", "gemma4", "olmo3")  # layers with and without a window have positions of their own
+KINDS_OF_ROPE = ("gemma3", "gemma4", "olmo3")  # rotary settings differ between layers with and without a window
 # For each field, the families whose models in transformers read it. All families read a field that is not listed.
 _READERS: Mapping[str, tuple[str, ...]] = {
     "attn_logit_softcapping": ("gemma2",),  # Gemma 3 stores the field but does not use it
@@ -370,7 +370,8 @@ def refuse_unread(
             return not any(sliding) and key != "sliding_window"
         if key == "max_window_layers":
             return value == 0 and all(sliding)
-        # The field is a pattern of sliding layers, which layer_types overrides in families that read layer_types.
+        # The field says that every n-th layer is not sliding. A family that reads layer_types ignores the field if the
+        # file has layer_types.
         listed = reads(family, "layer_types") and fields.get("layer_types") is not None
         return listed or [bool((i + 1) % value) for i in range(len(sliding))] == list(sliding)
 

@@ -28,12 +28,13 @@ from podrl.models.tensor_files import StoredTensor, scan_directory
 from podrl.storage.storage import locate
 from podrl.types import JaxDevice, PyTree
 
-_FREQUENCIES = re.compile(r".*rotary_emb\.inv_freq")  # podrl computes them
+_FREQUENCIES = re.compile(r".*rotary_emb\.inv_freq")  # rotary frequencies: podrl computes them, and does not read them
 # Parts of a model other than its text decoder: towers of images and sound, and layers that predict further tokens.
 _OTHER_PARTS = re.compile(
     r"(mtp|(?:model\.)?(?:visual|vision_tower|audio_tower|multi_modal_projector|embed_vision|embed_audio))\..*"
 )
-# Prefixes of the text decoder's names in checkpoints with several towers, and the plain prefixes.
+# Prefixes of the text decoder's tensors in checkpoints that also hold other towers, each with the prefix that the
+# tensors have in a checkpoint of the decoder alone.
 _TEXT_PREFIXES = (("language_model.model.", "model."), ("model.language_model.", "model."), ("language_model.", ""))
 _PEFT_PREFIX = "base_model.model."  # prefix of the model's own names in files of adapters
 # A tensor that holds the matrices of all experts of a layer; gate and up are stacked in one tensor.
@@ -195,8 +196,8 @@ def _experts_apart(name: str, tensor: StoredTensor, wanted: Container[str]) -> l
 def _other_part(name: str, config: ModelConfig) -> str:
     """Returns the name of the part that a tensor belongs to; '' if this part is the text decoder.
 
-    GLM 4.5 predicts several tokens at once with further layers after the last. Files of small Gemma 4 models may hold
-    projections of keys and values for layers that reuse the keys and values of other layers.
+    Files of GLM 4.5 hold further layers after the decoder's last layer, which predict several tokens at once. Files of
+    small Gemma 4 models may hold unused projections of keys and values, in layers that reuse those of other layers.
     """
     if match := _OTHER_PARTS.fullmatch(name):
         return match[1]
@@ -225,7 +226,7 @@ def _load_leaf(
 ) -> Array:
     """Reads a leaf's tensors one after another into its (stacked) device array.
 
-    It waits until each tensor is on its devices, because the next tensor reuses the host memory of `staging`.
+    Each tensor must be on the devices before the next one is read, because all use the same host memory (`staging`).
     """
     target = rules.sharding_for(entry.param.axes, entry.param.shape, mesh)
     raw_sharding = _stored_sharding(entry, target)
@@ -273,7 +274,7 @@ def _stored_sharding(entry: Entry, target: NamedSharding) -> NamedSharding:
     elif entry.inputs:
         axes = [axes[dim] for dim in entry.order]
         if entry.sections:
-            axes[0] = None  # in the file, a device's heads do not lie together
+            axes[0] = None  # the file stores a head in several places, so a device's heads are no slice of it
         cuts = (1, -1) if entry.whole else (-entry.inputs,)
         axes = [_merged(axes[a:b]) for a, b in zip((None, *cuts), (*cuts, None), strict=True)]
     elif entry.sections:

@@ -129,8 +129,8 @@ class Entry:
       up_name: name of the tensors of up, if the leaf holds gate and up: they are at index 1 of the last stacked
         dimension, whose size is 2. '' otherwise.
       layers: for each layer of the stack, its number in the model; () if the stack holds all layers.
-      alternating: True if gate and up are dimension 1 of the leaf's part, but alternate in the last dimension of the
-        tensor: (E, ..., 2F) is stored for (E, 2, ..., F).
+      alternating: True if gate and up alternate in the last dimension of the tensor, (E, ..., 2F), while the leaf keeps
+        them apart in dimension 1, (E, 2, ..., F).
       permuted: dimensions, without the stacked ones, in the order in which a matrix is stored; () for outputs before
         inputs.
       whole: True if the file has all experts of a layer in one tensor of three dimensions: the first dimension of

@@ -51,7 +51,7 @@ def save(
       fields: further fields of config.json, such as token ids.
       extra_files: contents of further files by name, such as the tokenizer's.
       max_file_bytes: largest size of a weight file, bytes.
-      wanted: tensors to write; None for those of a causal language model.
+      wanted: tensors to write; None for the tensors of a causal language model.
 
     Raises:
       ValueError: the directory is not empty, the model has adapters, or weights cannot be written in this dtype.

@@ -236,7 +236,7 @@ def balance_loss(
 
 
 class _Layout(NamedTuple):
-    """How tokens and experts lie on the devices that compute a layer; the defaults describe one device with everything.
+    """How tokens and experts lie on the devices that compute a layer; the defaults describe one device that holds all.
 
     Attributes:
       spread: mesh axes over which the experts are cut.
@@ -369,7 +369,7 @@ def feed_forward(
         known = dict(rules.DEFAULT_RULES) | ({"batch": (), "time": (), "embed": (), "expert": ()} if inside else {})
         tensor = rules.axes_over("mlp", mesh) if experts.ffn_dim % mesh.shape["tensor"] == 0 else ()
         if tensor and "expert_out_scale" in weights:
-            # A scale is repeated if its group of rows would lie on several devices.
+            # A scale serves a group of rows. If the group is cut over several devices, each of them needs the scale.
             group = experts.ffn_dim // weights["expert_out_scale"].shape[-2]
             times = group // math.gcd(group, experts.ffn_dim // mesh.shape["tensor"])
             weights["expert_out_scale"] = jnp.repeat(weights["expert_out_scale"], times, axis=-2)
@@ -605,7 +605,8 @@ def _plan(expert_Xk: Array, form: _Form) -> _SortedRows:
     if form.tpu:
         return _sort(expert_Xk, count, 1, -(-expert_Xk.size // tiles.ROWS) * tiles.ROWS)
     block = _LEAST
-    # An expert keeps at least 1.5 blocks of rows on average: in larger blocks, padding costs more than speed saves.
+    # A block grows only if an expert then still has 1.5 blocks of rows on average. Beyond this bound the padding of a
+    # larger block costs more time than its speed per row saves.
     while 3 * block * count * parts <= expert_Xk.size and block < _MOST:
         block *= 2
     return _sort(expert_Xk, count, block, (-(-expert_Xk.size // block) + min(count, expert_Xk.size)) * block)
@@ -765,7 +766,7 @@ def _forward(
     y_XkD = plan.each(y_PD).astype(jnp.float32)
     out_XD = jnp.sum(y_XkD * weight_Xk[..., None], axis=1)
     plan = checkpoint_name(plan, ROUTES_NAME)
-    if form.parts == 1:  # otherwise most rows may be empty, and keeping them would take much memory
+    if form.parts == 1:  # a device with a part of the experts may have mostly empty rows, which waste memory if kept
         inner = checkpoint_name(inner, EXPERTS_NAME)
     return out_XD, (x_XD, plan, inner, weight_Xk, leaves, first)
 
@@ -848,7 +849,7 @@ def _kernels(
     from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 
     count = plan.count_E.shape[0]
-    rows = plan.token_P.shape[0] / (count * form.parts)  # of an expert, on average
+    rows = plan.token_P.shape[0] / (count * form.parts)  # mean number of rows of an expert
 
     def dense(name: str) -> tuple[Array, int | Array]:
         if f"{name}_scale" not in leaves:

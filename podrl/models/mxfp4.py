@@ -39,7 +39,7 @@ class PackedTensor(StoredTensor):
         experts, inputs, outputs = index or tuple(slice(0, n) for n in self.shape)
         groups = slice(inputs.start // _GROUP, -(-inputs.stop // _GROUP))
         within = slice(inputs.start - groups.start * _GROUP, inputs.stop - groups.start * _GROUP)
-        # Opened once, because a remote tensor is read whole.
+        # Both tensors are opened once, before the loop: to open a remote tensor is to read all of it.
         code_EOGB, scale_EOG = self.blocks.as_bytes(), self.scales.as_bytes()
         for e in range(experts.start, experts.stop):
             code_OGB, scale_OG = (np.array(x[e, outputs, groups]) for x in (code_EOGB, scale_EOG))

@@ -198,7 +198,8 @@ def save(directory: str | pathlib.Path, config: ModelConfig, params: PyTree) -> 
     if directory.exists() and any(directory.iterdir()):
         raise ValueError(f"{directory} is not empty: give a directory that does not exist yet.")
     chunked = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES), params)
-    # `among` does not reach the writer of arrays, which needs to know the process that writes their descriptions.
+    # Orbax does not pass the processes in `among` on to its array handler. The handler must be told separately which
+    # process writes the descriptions of the arrays.
     arrays = ocp.type_handlers.ArrayHandler(primary_host=min(processes))
     types = ocp.type_handlers.create_type_handler_registry(
         (jax.Array, arrays), (np.ndarray, ocp.type_handlers.NumpyHandler())

@@ -21,14 +21,15 @@ from jaxtyping import Array, Bool, Float, Int
 
 NEG_INF = -1e30
 LANES = 128
-# Default tokens of a block, and the largest number of elements of a block's queries over all heads of a group.
+# Default number of tokens of a block, and the largest number of elements in a block's queries, all heads of a group
+# counted.
 _BLOCK, _MOST = 512, 1 << 19
 _VMEM_BYTES = 32 << 20
 # A pair of blocks is one number with three parts: the row, the block that stays the same over consecutive steps, and
 # the block that changes with every step. Each block has this many bits.
 _BITS = 10
-# Rows of the array that describes the tokens, and their number (padded to 8). The last segment that sees a token is -1
-# on padding, which no query's segment reaches.
+# Rows of the array that describes the tokens, and the number of rows (padded to 8). On padding, the row of last
+# segments holds -1: every query's segment is larger, so no query sees padding.
 _SEGMENT, _LAST, _POSITION, _BOUNDS = 0, 1, 2, 8
 _BY_FIRST, _BY_LAST = ((0,), (0,)), ((1,), (1,))  # contract the first, or the last, dimension of both operands
 
@@ -50,9 +51,9 @@ def prefix_attention(
 ) -> Float[Array, "B T N H"]:
     """Computes `podrl.models.attention.attention` with shared tokens on one device, forward and backward, in kernels.
 
-    Online softmax over key blocks (arXiv 2205.14135). The backward pass recomputes the weights from the scores and
-    their logsumexp, once for the gradient of queries and once for the gradients of keys and values (arXiv 2307.08691,
-    section 3.1).
+    The forward pass is an online softmax over key blocks (arXiv 2205.14135). The backward pass recomputes the weights
+    from the scores and their logsumexp, once for the gradient of queries and once for the gradients of keys and values
+    (arXiv 2307.08691, section 3.1).
 
     Args:
       q_BTNH: scaled, rotated queries; T is a multiple of 128 and H of 64.

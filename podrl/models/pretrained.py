@@ -62,7 +62,7 @@ class Decoder(nnx.Module):
         return _logits(self.params, tokens_BT, self.config, jnp.dtype(dtype), self.mesh)
 
     def merged(self) -> "Decoder":
-        """Returns the equivalent dense model, with the adapters merged into the weights; without adapters, itself."""
+        """Returns the equivalent dense model, with adapters merged into the weights; self if there are no adapters."""
         if not self.config.lora.rank:
             return self
         config, params = lora.merge(self.params, self.config)
@@ -103,7 +103,7 @@ def from_pretrained(
       mesh: devices that hold the parameters, with the axes ("data", "fsdp", "tensor"); None for the first device.
       dtype: storage type of the parameters.
       lora: settings of fresh adapters to add; None for no fresh adapters.
-      adapters: PEFT directory of adapters to load; None for none. It excludes `lora`.
+      adapters: PEFT directory of adapters to load; None for none. At most one of `lora` and `adapters` may be set.
       seed: seed of the fresh adapters' random values.
 
     Raises:

@@ -112,7 +112,7 @@ def load(
       mesh: devices that hold the parameters.
       dtype: storage type of the parameters.
       lora_config: settings of fresh adapters to add; None for no adapters.
-      needs_head: True if a checkpoint without a head is refused; if not, a causal language model gets a head of zeros.
+      needs_head: True to refuse a checkpoint without a head; False to give a causal language model a head of zeros.
       seed: seed of the adapters' random values.
 
     Raises:

@@ -1,18 +1,18 @@
 """Sizes of the tiles in which the TPU kernels multiply rows by the matrices of their experts.
 
-The kernels (megablox) compute a tile of rows once for each expert with rows in it, so with large tiles most products of
-a decode step, where an expert has a few rows, are thrown away. They read an expert's matrix again for every tile of
-rows, unless one tile holds the whole contracted dimension. So a tile has as few rows as keep the matrix unit busy,
-and as much of the matrix as near memory holds.
+The kernels (megablox) compute a tile of rows once for each expert that has rows in the tile. In a decode step an expert
+has a few rows, so with large tiles most products are thrown away. For every tile of rows the kernels read an expert's
+matrix again, unless one tile holds the whole contracted dimension. A tile therefore has only as many rows as keep the
+matrix unit busy, and as much of the matrix as near memory (VMEM) holds.
 """
 
 from collections.abc import Callable
 
 ROWS = 512  # largest number of rows of a tile; the number of rows is padded to a multiple of it
 _LEAST_ROWS = 128  # with fewer, the matrix unit waits for weights
-_TILES = 4  # a tile has more than the least rows only if an expert's rows then fill this many tiles
+_TILES = 4  # a tile has more than _LEAST_ROWS rows only if an expert fills this many of the larger tiles
 _LANES = 128  # a tile's width is a multiple of this, or the whole dimension
-_CONTRACTED, _OTHER = 4096, 1024  # largest widths
+_CONTRACTED, _OTHER = 4096, 1024  # largest widths of a tile along the contracted and along the other dimension
 _WASTED = 0.07  # a dimension's last tile may reach beyond the dimension by at most this share of the dimension's size
 _NEAR_BYTES = 12 << 20  # bytes to use; a kernel has 16 MiB of near memory on the smallest chip
 

@@ -52,14 +52,14 @@ class RLTrainingConfig(AdamSettings):
       gradient_accumulation_steps: smallest number of micro-batches that an update is split into; None leaves the split
         to the other keys.
       checkpoint_root_directory: directory of checkpoints; None is a directory under the workdir.
-      max_seq_token_per_tpu: tokens that one device holds in a micro-batch; at least one row, or the device's part of a
-        row if the mesh has seq.
+      max_seq_token_per_tpu: tokens that one device holds in a micro-batch. The device always holds at least one row, or
+        its part of one row if the mesh has the axis seq.
       actor_optimizer: any optax transformation; None is AdamW with the fields below.
       critic_optimizer: any optax transformation for the critic; None is AdamW with the fields below.
-      mini_batch_size: prompts per update, each with its G samples; None is all prompts of a step. It must divide the
-        prompts of a step.
-      train_micro_batch_size: prompts that a micro-batch must hold, each with its G samples at their greatest length;
-        sequences instead of prompts in jobs that learn from answers in data. It never changes a gradient.
+      mini_batch_size: prompts per update, each with all of its samples; None is all prompts of a step. It must divide
+        the prompts of a step.
+      train_micro_batch_size: prompts that a micro-batch must hold, each with all of its samples at their greatest
+        length. In jobs that learn from answers in data, the number counts sequences. It never changes a gradient.
 
       micro_batch_sequences: sequences of the greatest length that a micro-batch must hold; replaces
         train_micro_batch_size where a micro-batch should hold less than the samples of one prompt.
@@ -152,7 +152,7 @@ class RLTrainingConfig(AdamSettings):
         return self._placed(make_optimizer(self, **self._span()))
 
     def critic(self) -> Optimizer:
-        """Builds the critic's optimizer: AdamW with the actor's fields but the peak rate `critic_learning_rate`."""
+        """Builds the critic's optimizer: `critic_optimizer`, or AdamW with the actor's fields but its own peak rate."""
         if self.critic_optimizer is not None:
             return Optimizer(self.critic_optimizer)
         settings = dataclasses.replace(self, learning_rate=self.critic_learning_rate)

@@ -164,7 +164,7 @@ _ADVANTAGE_BT = np.array([[1.0, 1.0, 1.0], [-1.0, -1.0, 0.0]], np.float32)
 
 
 def _try_numbers(call: Callable[..., Any], key: str) -> None:
-    """Refuses a token loss that gives NaN or infinity, moves no token, or moves every token in the wrong direction.
+    """Refuses a token loss that is not finite, or whose gradient is not finite, all 0, or of the wrong sign everywhere.
 
     The loss is tried on two small batches. In the first, both policies are equal, as in an update on fresh samples.
     """

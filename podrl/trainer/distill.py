@@ -31,10 +31,10 @@ class TeacherParts:
         frozen parameters, the teacher's parameters).
       score: function that scores the policy's likeliest ids under the teacher once a step, see `make_top_k_fns`; None
         if the update does not need it.
-      likely: function that only lists the policy's likeliest ids, for a teacher that reads other rows than the policy;
-        None if the update does not need it.
-      score_ids: function that scores these ids under the teacher, in the teacher's rows (IdRows); None if the update
-        does not need it.
+      likely: function that only lists the policy's likeliest ids. An update uses it if the teacher reads other rows
+        than the policy; None if the update does not need it.
+      score_ids: function that scores the ids of `likely` under the teacher, in the teacher's rows (IdRows); None if the
+        update does not need it.
     """
 
     step: Mapping[str, Any]
@@ -147,8 +147,8 @@ def make_top_k_fns(forward: Forward, teacher: Trunk, k: int) -> tuple[Callable, 
 
     Returns:
       Three functions. If policy and teacher read the same rows, top_k_fn(params, teacher's params, batch) ->
-      (id_ABTK, teacher_logprob_ABTK) in nats does all. If they read different rows, it is split into likely_fn(params,
-      batch) -> id_ABTK and score_ids_fn(teacher's params, batch of IdRows) -> teacher_logprob_ABTK.
+      (id_ABTK, teacher_logprob_ABTK) in nats does all. If they read different rows, two functions take its place:
+      likely_fn(params, batch) -> id_ABTK and score_ids_fn(teacher's params, batch of IdRows) -> teacher_logprob_ABTK.
 
     Args:
       forward: the policy's forward pass.

@@ -52,8 +52,8 @@ class Optimizer:
     Attributes:
       transform: the gradient transformation.
       schedule: learning-rate schedule, which only metrics read; None if it is unknown.
-      on_host: True if the optimizer's state waits in the host's memory between updates, except for values as small as
-        counters.
+      on_host: True if the optimizer's state waits in the host's memory between updates; arrays that cannot be cut into
+        parts, such as counters and vectors, stay on the devices.
     """
 
     transform: optax.GradientTransformation

@@ -18,8 +18,8 @@ _DEVICE_TOKENS = {"cpu": 1280, "accelerator": 4096}
 _WHOLE_GROUP = 1.25
 _ROW_MULTIPLE = {"cpu": 32, "accelerator": 128}  # row lengths are multiples of this number of tokens
 _SHORT = 256  # sequences of at most this many tokens are short, see RLTrainingConfig.max_tokens_per_row
-# _DEVICE_TOKENS of a CPU for batches that share prompts. These batches have fewer tokens, and smaller micro-batches
-# leave fewer empty rows in the last micro-batch.
+# On CPU, the value in place of _DEVICE_TOKENS for batches that share prompts. Such batches have fewer tokens, and with
+# smaller micro-batches fewer rows of the last one stay empty.
 _SHARING_TOKENS = 480
 
 
@@ -87,10 +87,10 @@ class PackShape:
         return PackShape(_ceil(worst_rows, rows), rows, max_tokens_per_row, shards, shared)
 
     def read_by(self, models: Iterable[ModelConfig | None]) -> "PackShape":
-        """Returns the shape of batches that all of these models read; None stands for no model.
+        """Returns this shape, restricted so that all of these models can read its batches; None stands for no model.
 
         A layer of linear attention keeps only one state for segments that continue an earlier segment: the prompt's
-        state. Pieces of samples then share no other tokens.
+        state. With such a model, pieces of samples share no tokens but the prompt's.
         """
         recurrent = any(model is not None and model.recurrent for model in models)
         return dataclasses.replace(self, tree=self.tree and not recurrent)

@@ -413,10 +413,10 @@ class _Forest:
       pieces: the sequences to place, followed by one sequence for each prompt that samples share.
       families: numbers of the sequences that may share tokens, in the order in which rows take them. A family is a list
         of units, whose sequences lie in one row.
-      like_B: earlier sequence of the same family with which each sequence shares the most first tokens; -1 for none.
-      alike_B: number of first tokens that the two share.
-      most_B: largest number of tokens that a sequence may share, so that each of its loss tokens is its own and has its
-        predecessor in the same segment.
+      like_B: for each sequence, the earlier sequence of its family that begins with the most equal tokens; -1 for none.
+      alike_B: number of these equal tokens.
+      most_B: largest number of tokens that a sequence may share. With more, a loss token or the token before it would
+        no longer lie in the sequence's own segment.
       prompt_F: sequence of the prompt that every row with sequences of a family also holds; -1 for none.
     """
 
@@ -476,7 +476,7 @@ class _Forest:
     ) -> "_Forest":
         """Lists pieces of samples; pieces of one group share all first tokens that they have in common."""
         like_B, alike_B, most_B = [], [], []
-        known: dict[int, list[tuple[bytes, int]]] = {}  # by group, in the order of the tokens
+        known: dict[int, list[tuple[bytes, int]]] = {}  # (tokens, index) of each group's pieces, sorted
         row_B = np.asarray(chosen_n)[pieces.sample_B]
         group_B = rollouts.group_B[row_B].tolist()
         for b, (row, begin, length) in enumerate(zip(row_B, pieces.begin_B, pieces.length_B, strict=True)):
@@ -503,7 +503,7 @@ class _Forest:
         """
         tree: _Tree = [(prompt, -1, 0)] if prompt >= 0 else []
         size = self.lengths[prompt] if prompt >= 0 else 0
-        # By sequence: (number of its first tokens that are a path in the tree, index of the path's end in the tree).
+        # For each sequence: (how many of its first tokens form a path in the tree, index of the path's end in the tree)
         ends: dict[int, tuple[int, int]] = {prompt: (size, 0)} if prompt >= 0 else {}
         taken = []
         for unit in units:
@@ -536,7 +536,7 @@ class _Forest:
         return best
 
     def _note(self, b: int, index: int, ends: dict[int, tuple[int, int]]) -> None:
-        """Records in `ends` the path of a sequence, for itself and for all sequences with which it begins alike."""
+        """Records a sequence's path in `ends`, for this sequence and for all that begin with the same tokens."""
         at, alike = b, self.lengths[b]
         while at >= 0 and ends.get(at, (0, -1))[0] < alike:
             ends[at] = (alike, index)
@@ -573,8 +573,8 @@ class _Rows:
         """Places the families, the largest first, by first-fit decreasing.
 
         A family that fits into no open row as a whole can be split, but then the trainer computes some of its shared
-        tokens twice. It is split if the part that fits into the emptiest open row has more than two times as many
-        tokens as are computed twice. Otherwise a new row takes as much of the family as fits.
+        tokens twice. The family is split only if the emptiest open row can take more than two of its tokens for each
+        token that is computed twice. Otherwise a new row takes as much of the family as fits.
         """
         self._forest, self._tokens = forest, tokens
         self.load: list[int] = []
@@ -612,7 +612,7 @@ class _Rows:
         whole, micro_batches = self._forest.pieces, -(-len(self.load) // shape.rows)
         sample_B = whole.sample_B[sequence_B]
         child_X = np.flatnonzero((parent_B >= 0) & (sequence_B[parent_B] >= self._forest.count))
-        sample_B[parent_B[child_X]] = sample_B[child_X]  # a prompt is read from the row's last sample that has it
+        sample_B[parent_B[child_X]] = sample_B[child_X]  # a prompt is read from a sample of its row: the last one
         pieces = Pieces(whole.samples, sample_B, whole.begin_B[sequence_B], whole.length_B[sequence_B])
         micro_B, row_B = np.divmod(_deal(self.load, micro_batches, shape)[row_B], shape.rows)
         place = (micro_B, row_B, start_B, segment_B, parent_B, shared_B)
@@ -673,8 +673,8 @@ def mini_batches(order_B: Sequence[int] | Int[np.ndarray, " B"], size: int | Non
 def _deal(load: Sequence[int], micro_batches: int, shape: PackShape) -> Int[np.ndarray, " rows"]:
     """Assigns a slot (micro-batch x B + row) to every filled row, so that shards have similar numbers of tokens.
 
-    The fullest row goes first. Among the shards of all micro-batches, each row goes to the one with the fewest tokens
-    that still has a free row.
+    The fullest row goes first. Each row goes to the shard with the fewest tokens, among the shards of all
+    micro-batches that still have a free row.
     """
     per_shard, groups = shape.rows // shape.shards, micro_batches * shape.shards
     tokens, used, slots = (np.zeros(n, np.int64) for n in (groups, groups, len(load)))

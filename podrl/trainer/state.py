@@ -46,7 +46,7 @@ def abstract_train_state(trainable: PyTree, optimizer: Optimizer, mesh: Mesh) ->
       trainable: shapes, dtypes and shardings of the trainable parameters.
       optimizer: optimizer of these parameters; if its state is on the host, leaves that can be cut into parts lie
         there.
-      mesh: mesh of the trainer, on which all other leaves are replicated.
+      mesh: mesh of the trainer; optimizer leaves without a parameter's shape are replicated on it.
     """
     whole = rules.replicated(mesh)
 
@@ -74,7 +74,7 @@ def abstract_train_state(trainable: PyTree, optimizer: Optimizer, mesh: Mesh) ->
 
 
 def abstract_like(state: TrainState, optimizer: Optimizer, mesh: Mesh) -> TrainState:
-    """Returns shapes, dtypes and shardings of a state, for restoring a checkpoint in its place."""
+    """Returns shapes, dtypes and shardings of a state, for restoring a checkpoint that replaces the state."""
     return abstract_train_state(jax.tree.map(_abstract, state.params), optimizer, mesh)
 
 

@@ -108,8 +108,8 @@ def make_update(
       mesh: devices that hold the state and the batch.
       prefix: group of the metrics that the update adds.
       seed: seed of the random numbers of a forward pass.
-      balanced: function (loss's denominator / batch's number of tokens) -> objective to differentiate, which has one
-        more term, a mean over tokens; None differentiates `objective`.
+      balanced: function that takes the loss's denominator divided by the batch's number of tokens, and returns the
+        objective to differentiate, which has one more term, a mean over tokens; None differentiates `objective`.
     """
 
     def step(state: TrainState, frozen: PyTree, batch: Batch[Any]) -> tuple[TrainState, DeviceMetrics]:
@@ -369,9 +369,10 @@ def _accumulate(
 
 
 def _count_per_token(objective: Objective, params: PyTree, batch: Batch[Any], key: PRNGKeyArray) -> Array:
-    """Divides the loss's denominator by the number of tokens without padding, both summed over filled micro-batches.
+    """Divides the loss's denominator by the number of real tokens, both summed over filled micro-batches.
 
-    Only the objective's denominator is used, so the compiler drops the forward pass unless the denominator needs it.
+    Of the objective's results only the denominator is used. The compiler therefore drops the forward pass, unless the
+    denominator depends on it.
     """
 
     def body(index: Array, total: tuple[Array, Array]) -> tuple[Array, Array]:
