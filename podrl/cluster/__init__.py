@@ -1,1 +1,1 @@
-"""Models in their roles on meshes, under RLCluster."""
+"""The models of a job in their roles, on their meshes; RLCluster holds them."""

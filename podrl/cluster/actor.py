@@ -40,7 +40,7 @@ _NO_REFERENCE = "There is no reference policy: call RLCluster.keep_reference() b
 
 
 class Actor:
-    """The trained policy on its mesh; under LoRA its base serves as the reference without a copy.
+    """The trained policy on its mesh. Under LoRA its frozen base also serves as the reference policy, without a copy.
 
     Attributes:
       model: configuration of the model.
@@ -131,8 +131,8 @@ class Actor:
         """Fixes the reference policy: the model `source`, else the base under LoRA, else a copy of the present weights.
 
         Args:
-          source: a Hugging Face directory; None for a reference that is no separate model. The model may have another
-            architecture than the actor; the caller ensures that its token ids mean the same tokens as the actor's.
+          source: a Hugging Face directory; None to use the base or a copy. The model may have another architecture than
+            the actor; the caller ensures that its token ids mean the same tokens as the actor's.
           ids: number of token ids of the actor's tokenizer; `source` must have an embedding for each.
 
         Raises:
@@ -177,9 +177,10 @@ class Actor:
 
         Args:
           loss: loss of a batch's tokens.
-          weigh: function for the program of `token_weights`; None builds no such program.
-          teacher: settings of an exact divergence from a teacher as a part of the loss; rows are then TaughtRows or
-            TopKRows. None for no such part.
+          weigh: function that computes the weight of each token in an update, for the program of `token_weights`; None
+            builds no such program.
+          teacher: settings of a teacher if the loss includes the exact divergence from the teacher; the rows of a batch
+            are then TaughtRows or TopKRows. None if the loss has no such part.
 
         Raises:
           ValueError: the teacher lacks token ids of the policy, or has fewer ids than `teacher.top_k`.

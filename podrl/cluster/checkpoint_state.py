@@ -1,4 +1,4 @@
-"""The models' part of a checkpoint: the actor's state alone, or with the critic's state or the policy's average."""
+"""The models' part of a checkpoint: the actor's state, with the critic's state or the policy's average if any."""
 
 from typing import Any
 

@@ -32,7 +32,8 @@ class Mode(enum.Enum):
     EVAL = "eval"
 
 
-# Fields of RolloutConfig that an evaluation may set for itself, because requests carry them to the engine.
+# Fields of RolloutConfig that an evaluation may set for itself, because each request carries these fields to the
+# engine, which serves training and evaluation alike.
 _EVAL_FIELDS = ("temperature", "top_p", "top_k", "min_p", "max_tokens_to_generate", "return_logprobs")
 
 
@@ -163,7 +164,7 @@ class ClusterConfig:
         return self.rollout_config[mode]
 
     def eval_sampling(self) -> Sampling | None:
-        """Returns the sampling settings that evaluations have for themselves; None if they have none."""
+        """Returns the sampling settings that the configuration gives only for evaluations; None if it gives none."""
         if isinstance(self.rollout_config, RolloutConfig) or Mode.EVAL not in self.rollout_config:
             return None
         return self.rollout(Mode.EVAL).sampling()

@@ -20,7 +20,7 @@ from podrl.types import Batch, Layout, TrainState
 
 
 class Critic:
-    """A model with its own optimizer that computes one number per token: the value before it, or the score after it.
+    """A model with its own optimizer. A critic computes the value before each token, a reward model the score after it.
 
     Attributes:
       model: configuration of the model's trunk.

@@ -28,8 +28,8 @@ def check_engine(engine: str | type, rollout: RolloutConfig, calls_per_window: i
 
     Args:
       engine: the engine, as for `engine_class`.
-      rollout: settings of the rollout, some of which need the ability 'windows'.
-      calls_per_window: value of env.calls_per_window, which needs this ability, too.
+      rollout: settings of the rollout. Settings that change weights inside samples need the ability 'windows'.
+      calls_per_window: value of env.calls_per_window; any number needs the ability 'windows', too.
 
     Raises:
       ValueError: no engine has this name, the class cannot be loaded, or it lacks a method or the ability.

@@ -17,7 +17,7 @@ _LANES = 4
 
 
 class WeightPublisher(Protocol):
-    """Interface of an object that moves one tree from trainer to rollout: of `_Sender`, `_Receiver` and `Publisher`."""
+    """The interface of `_Sender`, `_Receiver` and `Publisher`: each of them moves one tree from trainer to rollout."""
 
     def publish(self, params: PyTree, version: int, *, replacing: PyTree | None = None) -> Policy: ...
 
@@ -30,7 +30,7 @@ class PullLink:
     """
 
     def __init__(self, pod: Pod, *, keep: int, deadline_s: float):
-        """Opens an endpoint of its own for weights, on the same network interface as the pod's channel.
+        """Opens a separate endpoint for weights, on the same network interface as the pod's channel.
 
         Args:
           pod: the job's processes, all of which have joined.
@@ -76,7 +76,7 @@ class PullLink:
 
 
 class _Sender:
-    """The trainer's end of one tree; the policies that it returns hold no weights."""
+    """The trainer's end of the transfer of one tree; the policies that it returns hold no weights."""
 
     def __init__(self, tree: ServedTree, lasting: bool):
         self._tree, self._lasting = tree, lasting
@@ -91,7 +91,7 @@ class _Sender:
 
 
 class _Receiver:
-    """The rollout's end of one tree."""
+    """The rollout's end of the transfer of one tree."""
 
     def __init__(self, receiver: PullReceiver):
         self._receiver = receiver

@@ -21,11 +21,11 @@ from podrl.runtime.pod import LEADER, Pod
 from podrl.runtime.watchdog import EXIT_PREEMPTED
 from podrl.types import Policy
 
-_AHEAD = 16  # calls that a host requests before the head sends them
+_AHEAD = 16  # number of calls that a host requests before the head has sent them
 _ACK_EVERY = 8  # calls between two acknowledgements
 _LOOK_S = 0.5
-_OWN = ("step", "move", "open", "use", "close", "sleep")  # calls that are not calls of a Device
-_LEAVE_S = 60.0  # time for the thread that ends this process
+_OWN = ("step", "move", "open", "use", "close", "sleep")  # calls that _Follower makes itself, not its Device
+_LEAVE_S = 60.0  # seconds to wait until the thread that ends this process has done so
 
 
 class ReplicaHead:
@@ -60,7 +60,7 @@ class ReplicaHead:
             self._pod.channel.put(_key(next(self._numbers)), Message({"call": name, "args": plain}, arrays))
 
     def _on_read(self, message: Message) -> Message:
-        """Stops offering, on the channel's thread, the calls that all other hosts have read."""
+        """Withdraws the calls that all other hosts have read; runs on the channel's thread."""
         process, count = int(message.value["process"]), int(message.value["count"])
         if process in self._read:
             self._read[process] = max(self._read[process], count)
@@ -85,8 +85,8 @@ def follow(cluster: Any, pod: Pod, run: Run, *, deadline_s: float) -> int:
     Args:
       cluster: this host's part of the models; None if no call touches models.
       pod: the job's processes.
-      run: the run, inside its `with` block, for its watchdog, profiles and stop signals. This process reports a stop
-        signal to the head (or to the leader, if trainers and rollouts share a cluster).
+      run: the run, whose `with` block has been entered; used for its watchdog, profiles and stop signals. This process
+        reports a stop signal to the head (or to the leader, if trainers and rollouts share a cluster).
       deadline_s: the longest wait for the answer to such a report, in seconds.
 
     Returns:

@@ -37,8 +37,9 @@ class RewardModel:
     """A sequence classification model with one label; a sample's score is the score at its last token.
 
     A model with the policy's tokenizer, or without a tokenizer in its directory, scores the very tokens that were
-    sampled. A model with another tokenizer reads the sample's text: as a conversation in its own chat template, if it
-    has one and the record has a question; else the prompt and the completion as plain text, without special tokens.
+    sampled. A model with another tokenizer reads the sample's text. If this model has a chat template and the record
+    has a question, the text is a conversation in this template. Otherwise the text is the prompt and the completion,
+    without special tokens.
 
     Attributes:
       mesh: mesh that the model lives on.

@@ -1,4 +1,4 @@
-"""RLCluster: the models of a job in their roles, on their meshes, under Tunix's names."""
+"""RLCluster: the models of a job in their roles, on their meshes; its methods have the names of the library Tunix."""
 
 import functools
 import os
@@ -112,7 +112,7 @@ class RLCluster(SavedByRun):
           lora: adapters to add if `actor` is a directory; a LoraConfig, or a dict of its fields.
           seed: seed of all random numbers of the cluster.
           link: connection for the weights if trainers and rollouts are separate clusters; None for one cluster. This
-            process has the role of its end of the link, and the mesh of the other role is not used.
+            process trains or generates, as its end of the link says; the mesh of the other role is not used.
           teachers: directory of each teacher -> labels of the sources whose samples it scores; a teacher without labels
             scores all sources that no other teacher scores. Teachers are on the mesh of Role.TEACHER, by default the
             actor's mesh.

@@ -15,7 +15,7 @@ from podrl.types import Batch, TrainState
 
 
 class ScorerCluster:
-    """A reward model that learns, with the part of RLCluster's interface that training on recorded answers uses.
+    """Holds a reward model that learns. It has the methods of RLCluster that training on recorded answers needs.
 
     Attributes:
       actor: the model; None on a process without devices of its mesh.
@@ -43,8 +43,8 @@ class ScorerCluster:
         """Puts the model on the actor's mesh.
 
         Args:
-          source: a Hugging Face directory, with or without `score.weight` (without, every score starts at 0), or a
-            decoder.
+          source: a Hugging Face directory, or a decoder. If the directory lacks `score.weight`, every score starts at
+            0.
           tokenizer: tokenizer of the model.
           config: meshes and training configuration.
           lora: adapters to add if `source` is a directory.

@@ -20,7 +20,8 @@ def tokenizer_of(source: str | os.PathLike, policy: Tokenizer) -> Tokenizer | No
     """Returns the tokenizer of a teacher's directory; None if it is the policy's, or the directory has none.
 
     Raises:
-      ValueError: one of two different tokenizers changes the text that it encodes, so that tokens cannot be compared.
+      ValueError: the tokenizers differ, and one of them changes the text that it encodes, so that their tokens cannot
+        be compared.
     """
     if not foreign(policy.directory, source):
         return None

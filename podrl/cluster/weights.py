@@ -61,12 +61,12 @@ class WeightSync:
             sent, base = parameters.abstract_params(self.model, actor.mesh, self.dtype), {}
             self.merge = lora.merging(actor.model, sent)
         target = parameters.abstract_params(self.model, mesh, self.dtype)
-        merges = self.merge is not None  # a merged model moves whole, leaves that are never trained included
+        merges = self.merge is not None  # a merged model moves whole, with the leaves that are never trained
         self._moved_places, frozen = (target, {}) if merges else parameters.split_trainable(target, self.model)
         self.publisher: Any = self._publisher_of("trainable", sent, self._moved_places)
         self._base_publisher = self._publisher_of("base", base, frozen, lasting=True) if base else None
         self._base: PyTree | None = None if base else {}
-        self._in_place: PyTree | None = None  # the moved leaves of the last policy that was made in place
+        self._in_place: PyTree | None = None  # the leaves that the last in-place move made
 
     def _publisher_of(self, name: str, source: PyTree, target: PyTree, *, lasting: bool = False) -> WeightPublisher:
         """Returns this process's part of a publisher that moves a tree of arrays or shapes to the shardings of
@@ -93,7 +93,8 @@ class WeightSync:
         """
         actor = self._actor
         if self._base_publisher is not None and self._base is None:
-            # For separate clusters, the parts that wait in the host's memory are copied when rollouts pull them.
+            # A base in the host's memory goes to the devices first. With separate clusters it stays where it is, and is
+            # copied when rollouts pull it.
             base = actor.frozen if self._link is not None else offload.on_devices(actor.frozen)
             self._base = self._base_publisher.publish(base if actor.loaded else None, 0).params
         sent = actor.state.params if actor.loaded else None
@@ -119,7 +120,7 @@ class WeightSync:
             self.publisher.await_version(version)
 
     def hold(self, version: int) -> None:
-        """Makes this trainer process keep a version until `hold` gets another version; only with topology split."""
+        """Makes this trainer process keep a version until the next call of `hold`; only with topology split."""
         self.publisher.hold(version)
 
     def blank(self) -> Policy:
@@ -145,7 +146,7 @@ class WeightSync:
 
 
 def _zeros(abstract: PyTree) -> PyTree:
-    """Returns a tree of zeros for the first in-place move, so that the donating program is compiled only once."""
+    """Returns zeros whose buffers the first in-place move reuses, so that one compiled program serves all moves."""
     places = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     return jax.jit(
         lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), abstract), out_shardings=places

@@ -1,4 +1,4 @@
-"""Creates the rollout worker of one process: sets the worker's share of the lanes, and the ids that end samples."""
+"""Creates a process's rollout worker: its share of the lanes (rows of the decode batch), the ids that end samples."""
 
 import dataclasses
 
@@ -32,7 +32,7 @@ def rollout_worker(
     """
     check_decodes(mesh, key="role_to_mesh[Role.ROLLOUT]")
     config = cluster.rollout()
-    if local_mesh is not mesh:  # the number of lanes per device does not depend on the number of hosts
+    if local_mesh is not mesh:  # `lanes` counts those of all hosts; each host gets its share
         share = mesh.shape["data"] // local_mesh.shape["data"]
         config = dataclasses.replace(config, lanes=max(config.lanes // share, 1))
     texts, eos_ids = ends_of_samples(config, tokenizer)

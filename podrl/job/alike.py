@@ -29,9 +29,9 @@ from podrl.storage.storage import is_remote, locate, write_whole
 
 NAME = "files.json"  # facts of a run's last start, in its run directory
 
-# Settings that may differ between hosts: files and processes of one host, and settings of files that only the leader
-# writes. All other settings must be equal. For example, a rollout host needs checkpoint.every to know the steps with a
-# checkpoint.
+# Settings that may differ between hosts, because they concern files and processes of one host, or files that only the
+# leader writes. All other settings must be equal. Even a rollout host, which writes no checkpoint, needs
+# checkpoint.every, because it must know which steps have a checkpoint.
 _OWN = ("log.", "checkpoint.keep", "compile_cache", "data.cache", "reward.workers")
 _SHOWN = 3  # largest number of differences that a message names
 _BLOCK, _BLOCKS = 1 << 14, 64  # size in bytes and number of the blocks that are read from a file of weights
@@ -183,13 +183,12 @@ def _plain(value: object) -> object:
 
 
 def _counts(file: pathlib.Path, root: pathlib.Path) -> bool:
-    """Returns True for a file of the source code itself: neither a dangling link of an editor nor a file in a hidden
-    folder."""
+    """Returns False for files that are not source code: dangling links left by editors, and files in hidden folders."""
     return file.is_file() and not any(part.startswith(".") for part in file.relative_to(root).parts)
 
 
 def _scripts(text: str) -> set[str]:
-    """Lists the Python files that a setting may name; its text is 'FILE.py:NAME' or a command with files as words."""
+    """Lists the Python files that a setting names: it is 'FILE.py:NAME', or a command whose words may be files."""
     try:
         words = shlex.split(text)
     except ValueError:
@@ -258,7 +257,7 @@ def _of_file(file: epath.Path, cache: Cache | None = None) -> str:
     size = sources.size(file)
     if is_remote(file):
         return f"{size} bytes of {file.stat().mtime}"
-    if cache is not None and size >= WORTH:  # readers of such files use the same entry of the cache
+    if cache is not None and size >= WORTH:  # the readers of large files need this entry of the cache, too
         return _described(size, cache.content(file))
     with open(file, "rb") as content:
         return _described(size, hashlib.file_digest(content, "sha256").hexdigest())
@@ -305,12 +304,12 @@ def _with_imports(file: pathlib.Path) -> list[pathlib.Path]:
         found[one] = None
         try:
             tree = ast.parse(one.read_bytes())
-        except (SyntaxError, ValueError, RecursionError):  # reported by the code that runs the file
+        except (SyntaxError, ValueError, RecursionError):  # the code that runs the file will report the error
             continue
         for node in ast.walk(tree):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
-            for name in names:  # if the top folder holds no modules itself, the loop below does not search it
+            for name in names:  # the next loop skips a top folder that holds no modules itself
                 dotted = root.joinpath(*name.split("."))
                 left += [
                     path for path in (dotted.with_name(f"{dotted.name}.py"), dotted / "__init__.py") if path.is_file()

@@ -83,7 +83,7 @@ class ModelSource:
       path: a Hugging Face directory, local or gs://, or ORG/NAME of the hub; 'tiny', 'tiny_moe', 'tiny_hybrid',
         'tiny_tools' and 'tiny_search' are the checkpoints shipped with podrl, 'scratch' is a small model with random
         weights (the section `scratch`).
-      size: the published size (podrl/models/sizes.py) that podrl.plan takes where `path` is empty.
+      size: name of a published model size (podrl/models/sizes.py), which podrl.plan uses if `path` is empty.
       reference: directory of the reference policy, or a name as for `path`; '' for the starting weights.
       teachers: teachers of distillation, instead of `reference`; `grpo.teacher_coef` is the weight of distillation.
       critic: directory of the critic's starting weights; '' for a copy of the policy with a value head.
@@ -265,7 +265,7 @@ def _prompts(job: "Job", tokenizer: Tokenizer) -> PromptStream:
 def _other_tokenizers(job: "Job", tokenizer: Tokenizer) -> dict[str, Tokenizer]:
     """Returns the tokenizer of each source's teacher, by the source's name; '' stands for all sources not named here.
 
-    Empty if all teachers have the policy's tokenizer.
+    The result is empty if all teachers have the policy's tokenizer.
     """
     own = {teacher: tokenizer_of(hub.local(teacher.path), tokenizer) for teacher in job.model.teachers}
     if not any(own.values()):
@@ -375,8 +375,8 @@ class Job:
     def kept_versions(self) -> int:
         """Number of weight versions that a trainer keeps under `topology=split`, because rollout hosts may need them.
 
-        Samples in flight are drawn by the newest `max_staleness` + 1 versions. One more version is for a host that was
-        told its first version just before the trainers went on.
+        Samples in flight are drawn by the newest `max_staleness` + 1 versions. One more version is kept for a host that
+        has just joined: the trainers may go on to the next version while the host still pulls its first one.
         """
         return 2 + self.max_staleness
 
@@ -478,7 +478,7 @@ def complete(values: ConfigValues) -> ConfigValues:
 
 
 def other_section(name: str, algorithm: str) -> str:
-    """Returns a sentence for an error: which settings an algorithm has in place of a section of other algorithms.
+    """Makes a sentence for the error about a section that an algorithm does not read: where its own settings are.
 
     Args:
       name: name of the section that was given.
@@ -518,7 +518,7 @@ def quoted(key: str, text: str, algorithm: str) -> str:
     """Returns the text of a command-line override, as a tuple if the key holds a list of texts: 'a,b' is ('a', 'b').
 
     Raises:
-      ValueError: the key holds a list of texts, and the text may be one or several.
+      ValueError: the key holds a list of texts, and it is unclear whether the text is one entry or several.
     """
     listed = config.takes_texts(_hint(key, algorithm)) and text not in ("", "None") and text[0] not in "([{'\""
     if listed and not _ITEMS.fullmatch(text):
@@ -676,7 +676,7 @@ def _check_models(job: Job) -> None:
 
 
 def _no_reference(job: Job) -> str:
-    """Returns the reason why no weights belong to the reference alone; '' if some do."""
+    """Returns the reason why the reference has no weights of its own, which offloading needs; '' if it has some."""
     taught = job.algo.distillation if job.section == "grpo" else None
     if job.model.teachers or (taught and taught.teacher in ("current", "ema")):
         return "the job's teachers are not model.reference"
@@ -858,8 +858,8 @@ def with_prompt_length(values: ConfigValues, tools: Sequence[ToolSchema] = ()) -
     if source.path != SCRATCH and not KINDS[section_of(values.get("algorithm", "grpo"))].scores:
         try:
             model = read_config(source.directory)
-        except (ValueError, OSError):  # refused later, with its key
+        except (ValueError, OSError):  # a later check refuses it and names its key
             return dict(values)
-        # Before `parse` can refuse rollout.kv_cache_size: raising that key would not help.
+        # This check comes before `parse`, which would advise a larger rollout.kv_cache_size, and that would not help.
         check_positions(model, check(values["rollout"]["max_prompt_length"], Count, "rollout.max_prompt_length"), 0)
     return dict(values)

@@ -82,7 +82,7 @@ def role_rows(
 
 
 def _processes(role: str, pod: Pod | PlannedPod | None, shown: int = 8) -> str:
-    """Lists the processes of a role: '4711', or host numbers with process ids, and names of other machines."""
+    """Lists a role's processes: an id such as '4711', or host numbers with process ids and names of other machines."""
     if pod is None:
         return f"{os.getpid()}"
     all_hosts = pod.hosts if isinstance(pod, PlannedPod) else pod.seat.hosts
@@ -187,7 +187,7 @@ def _sources(job: Job) -> Table:
 
 
 _LOOK = 256  # records of a source's files that are searched for questions
-_FEW = 10  # held-out records below which a comparison says nothing
+_FEW = 10  # with fewer held-out records than this, comparing two evaluations says nothing
 
 
 def data_lines(job: Job) -> list[str]:

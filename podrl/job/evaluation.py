@@ -80,8 +80,8 @@ def evaluation_data(job: Job) -> tuple[DataConfig | None, Mapping[str, str]]:
     compare with (podrl.data.mixture.split).
 
     Returns:
-      (settings with only the sources that hold records out, or None if no source does; {name of each other source:
-      place and fields of a record without an answer}).
+      Two values. The first is the settings with only the sources that hold records out, or None if no source does. The
+      second maps the name of each other source to the place and fields of a record without an answer.
     """
     data = job.data
     parts = () if not job.kind.offline or data.eval_path else split(data, job.kind.form).parts

@@ -140,8 +140,8 @@ def build_scorer(job: Job, on: Meshes, trains: bool | None) -> ScorerCluster:
     Args:
       job: the job.
       on: meshes of all roles.
-      trains: whether this process trains, under topology=split, where a host sees only its own cluster; None elsewhere,
-        because there the meshes decide.
+      trains: under topology=split, True if this process trains; a host then sees only its own cluster, so that the
+        meshes cannot tell. None elsewhere, because the meshes tell.
     """
     tokenizer = Tokenizer(job.model.tokenizer(job.tokenizer))
     source: Any = None

@@ -59,7 +59,7 @@ class Key:
 
     @property
     def read_by(self) -> str:
-        """The readers in words."""
+        """The algorithms that read the key, in words."""
         return "all" if set(self.readers) == set(KINDS) else ", ".join(self.readers)
 
 

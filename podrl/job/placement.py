@@ -21,8 +21,9 @@ class RoleConfig:
     """Settings of one role: its devices and mesh.
 
     Attributes:
-      mesh: 'fsdp=4', 'data=2,tensor=2', 'expert=4,fsdp=2' (experts spread over 4 devices each), 'fsdp=4,seq=4' (trainer
-        only: rows cut along time), or 'auto' (trainer fsdp, rollout data).
+      mesh: axes of the mesh and their sizes, such as 'fsdp=4' or 'data=2,tensor=2'. 'expert=4,fsdp=2' spreads experts
+        over 4 devices. 'fsdp=4,seq=4' cuts rows along time, for the trainer only. 'auto' is one axis over all devices:
+        fsdp for the trainer, data for the rollout.
       hosts: numbers of the role's hosts, such as '0-1' or '0,2-3', in a job of several hosts. '' takes the hosts that
         the other role leaves; if neither role names hosts, each gets half of them.
     """
@@ -43,8 +44,8 @@ class AuxiliaryConfig:
     """Settings of an auxiliary model: its devices and mesh.
 
     Attributes:
-      mesh: role whose mesh the model shares ('trainer' for a critic or teachers, 'rollout' for a reward model); or a
-        mesh of its own such as 'fsdp=2'. Its devices are taken from the same role, equally many on each of the role's
+      mesh: role whose mesh the model shares: 'trainer' for a critic or teachers, 'rollout' for a reward model. Or a
+        separate mesh such as 'fsdp=2', whose devices are taken from this role, equally many on each of the role's
         hosts.
     """
 
@@ -78,9 +79,9 @@ class RolesConfig:
     Attributes:
       trainer: devices of the actor and the reference.
       rollout: devices of the engine that decodes.
-      critic: devices of PPO's critic. Critic and actor learn in turn, so a mesh of its own saves memory but no time.
-      teacher: devices of `model.teachers`. Teachers score before the actor learns, so a mesh of their own saves memory
-        but no time.
+      critic: devices of PPO's critic. Critic and actor learn in turn, so a separate mesh saves memory but no time.
+      teacher: devices of `model.teachers`. Teachers score before the actor learns, so a separate mesh saves memory but
+        no time.
       reward: devices of the model of `reward.model`.
       eval: hosts whose evaluations run while training continues.
       colocated: True if all roles share all devices.
@@ -171,7 +172,7 @@ class PlannedPod:
     split: bool
 
     def meshes(self, roles: RolesConfig) -> "Meshes":
-        """Builds the meshes of all roles; under topology=split the rollout's mesh is that of one replica.
+        """Builds the meshes of all roles; under topology=split the rollout's mesh is the mesh of one replica.
 
         Raises:
           ValueError: a mesh does not fit its devices.

@@ -56,7 +56,8 @@ def check_models(job: Job, keys: Collection[str]) -> None:
 
     Raises:
       ValueError: a directory cannot be used; the message names the key, and what is missing or damaged. Or a mesh
-        spreads experts, and the trained model has no experts, or the parts would be unequal.
+        spreads experts over devices, and the trained model has no experts, or the devices would get unequal numbers of
+        them.
     """
     named = {"model.path": job.model.path, "model.reference": job.model.reference}
     named |= {"model.critic": job.model.critic, "reward.model": job.reward.model}

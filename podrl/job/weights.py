@@ -95,7 +95,7 @@ def copies(job: Job, trainer: Mesh, rollout: Mesh) -> Copies:
     moved, _ = parameters.split_trainable(parameters.abstract_params(decoded, trainer, dtype), decoded)
     policy = parameters.abstract_params(decoded, rollout, dtype)
     generating = 2 if unrolls(decoded, rollout, dtype) else 1
-    # Evaluation hosts pull one more version, at a time of their own.
+    # Trainers keep one more version for evaluation hosts, which may still pull it when rollout hosts need newer ones.
     versions = job.kept_versions + bool(job.roles.eval.hosts)
     return Copies(versions, device_bytes(moved), generating, device_bytes(policy))
 

@@ -210,8 +210,8 @@ class DistilledGRPO(GRPO):
         """Lists the samples whose rows lie on this process's devices, in the packing of the policy or of a teacher."""
         own, teachers = super().needed(step, experience), self.cluster.teachers
         if any(teacher.tokenizer is not None for teacher in teachers):
-            # Which sample lies in which row depends on the lengths in the teacher's tokens, and these follow only from
-            # the texts of all samples.
+            # The row of a sample depends on the lengths of all samples in the teacher's tokens, and only the texts of
+            # all samples tell these lengths.
             return np.arange(len(experience.rollouts.length_B))
         hinted = TEACHER_PROMPT in experience.rollouts.prompts.fields or self._teacher.teacher != "reference"
         if not (teachers or hinted):
@@ -283,7 +283,7 @@ class DistilledGRPO(GRPO):
         return Batch(rows, batch.micro_batches)
 
     def _taught(self, rows: Any, update: Update) -> TaughtRows:
-        """Adds each token's divergence weight, `teacher_coef` of its source, and the scale for a mean over tokens."""
+        """Adds each token's divergence weight, its source's `teacher_coef`, and a scale that makes the sum a mean."""
         coef, teachable_BT = self._sources.of("teacher_coef", update.experience), self._teachable(update.experience)
         weight_BT = (coef * teachable_BT)[update.chosen]
         scale = self._loss.divisor(update.mask_BT) / max(float((weight_BT > 0).sum()), 1.0)
@@ -303,7 +303,7 @@ class DistilledGRPO(GRPO):
         return np.where(hinted_P[experience.rollouts.group_B][:, None], counted_BT, np.float32(0))
 
     def _hint_metrics(self, experience: Experience) -> Mapping[str, float]:
-        """Returns opd/compared: of loss tokens with teacher_coef above 0, the share that lies in samples with a hint.
+        """Returns opd/compared: what share of the loss tokens with teacher_coef above 0 lies in samples with a hint.
 
         Returns no metric if the teacher is the reference, which needs no hint.
         """

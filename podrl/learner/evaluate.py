@@ -91,7 +91,8 @@ _AS_SOURCE = ("path", "split", "template", "system_prompt", "question_field", "a
 _AS_SOURCE += ("arguments",)
 
 
-# A function that keeps the results of an evaluation: (its step, the mean of each record by metric).
+# A function that keeps the results of an evaluation. Its arguments are the evaluation's step, and the mean of each
+# record by metric.
 Keep = Callable[[int, Mapping[str, list[float | None]]], None]
 Scored = tuple[dict[str, np.ndarray], list[LogRecord]]  # the result of `Evaluator.scores`
 
@@ -153,7 +154,7 @@ class HeldOut:
 
 
 def stop_texts(cluster: RLCluster) -> tuple[str, ...]:
-    """Returns the stop strings of training samples, without special tokens, which the rollout itself knows."""
+    """Returns the stop strings of training samples, but no special tokens, because the rollout knows them itself."""
     strings = cluster.config.rollout().stop_strings
     return Dialogue(cluster.tokenizer).stops(strings)[0] if strings else ()
 

@@ -22,7 +22,7 @@ from podrl.runtime.message import Message
 from podrl.runtime.service import ServiceError
 from podrl.types import NO_EPISODE, SOURCE, TOKENS, BatchError, Experience, LeftOut, Prompts, Rollouts, blank_columns
 
-ROUTES = "route_BTX"  # exists only if routes are recorded
+ROUTES = "route_BTX"  # the experts that computed each token; exists only if they are recorded
 ALL_ROWS = (*(f"{name}_BT" for name in TOKENS), ROUTES)
 NEEDED_ROWS = ("tokens_BT", "logprob_BT", ROUTES)  # per-token arrays that training reads
 TRAINED_FIELDS = (SOURCE, TEACHER_PROMPT)  # fields of prompts that training reads
@@ -53,7 +53,7 @@ def select(rollouts: Rollouts, groups_P: Int[np.ndarray, " P"]) -> Rollouts:
 
 
 def places(rollouts: Rollouts, chosen: slice) -> Rollouts:
-    """Selects some members of every group; `chosen` slices their numbers within the group, from 0."""
+    """Selects some members of every group; `chosen` is a slice of the members' numbers in the group, from 0."""
     member_B = groups.member_of(rollouts.group_B)
     wanted = np.arange(member_B.max(initial=-1) + 1)[chosen]
     return dataclasses.replace(rollouts, **_rows_of(rollouts, np.flatnonzero(np.isin(member_B, wanted))))
@@ -367,7 +367,7 @@ def _lost(message: Message, mask_BT: np.ndarray) -> np.ndarray:
 
 
 def _write_pieces(rollouts: Rollouts, messages: Sequence[Message]) -> None:
-    """Numbers the pieces of samples by the first tokens that messages list; an old checkpoint has one per sample."""
+    """Numbers the pieces of samples from the first token of each; an old checkpoint has one piece per sample."""
     first = 0
     for message in messages:
         for b, t in message.value.get("pieces", ()):

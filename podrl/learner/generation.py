@@ -83,7 +83,8 @@ class Generator:
         settings: Any = config
         self._cluster, self._rewards, self._config = cluster, rewards, config
         self._group_size: int = settings.num_generations
-        # Under the wall clock, WallClock drops groups without a signal from the queue before it makes a batch.
+        # Only under the token clock: under the wall clock, WallClock drops groups without a signal (with equal rewards)
+        # from the queue before it makes a batch.
         self._refills = config.dynamic_sampling and cluster.config.rollout().clock == "tokens"
         self._greedy = config.estimator().needs_greedy
         beside = self._greedy and able(cluster.config.rollout_engine, "greedy_members")
@@ -194,7 +195,7 @@ class Generator:
             group.scored_count += 1
             if group.scored_count == player.request.samples:
                 self._score_by_model(group)
-            # Further samples may have ended at the same time; they come next.
+            # If several samples ended at the same time, `on_ended` is called only after the last of them.
             if group.scored_count == len(player.done):
                 on_ended()
                 add()
@@ -251,7 +252,7 @@ class Generator:
         return rollouts, np.concatenate(rewards, axis=1), time.monotonic() - started
 
     def signal(self, group: GroupInFlight) -> bool | None:
-        """Returns True if the rewards of a request of one prompt differ, and in runs without dynamic sampling.
+        """Returns True if a one-prompt request has rewards that differ, or if the run has no dynamic sampling.
 
         Returns:
           None as long as a sample has not ended or a reward is not known.
@@ -393,7 +394,7 @@ class Generator:
 
         Args:
           rollouts: the samples; a failed one gets the reward NaN.
-          at_once: number of prompts whose samples are one batch to the reward functions.
+          at_once: number of prompts whose samples the reward functions get as one batch.
         """
         prompts_P = np.arange(len(rollouts.prompts.length_P))
         cuts = [select(rollouts, prompts_P[i : i + at_once]) for i in range(0, len(prompts_P), at_once)]
@@ -453,8 +454,8 @@ class Generator:
     ) -> np.ndarray:
         """Returns the rewards of samples, (F, B), by every function, the reward model and their environments.
 
-        A failed sample has NaN. A sample out of time has the mean of its group's other samples; the first `beside`
-        samples, which are greedy, do not count for this mean.
+        A failed sample has NaN. A sample out of time has the mean of its group's other samples. The first `beside`
+        samples of a group are greedy and do not count for this mean.
         """
         for b in batch.missing():  # samples without tokens, or all samples of an engine that does not report endings
             own = rollouts.tokens_BT[b, rollouts.mask_BT[b] > 0].tolist()
@@ -485,8 +486,8 @@ class Generator:
                 group = next(group for group in in_flight if group.player is player)
                 self._take(group.rewards, sample, self._beside + self._group_size)
                 signal = np.concatenate([self._known_signals(group) for group in in_flight])
-                # The share of groups with a signal is used only when the number of known groups is at least half the
-                # wanted number.
+                # Prompts are added only once at least half the wanted number of groups is known: before, the share of
+                # groups with a signal is too uncertain to tell how many prompts are missing.
                 more = _further(signal, wanted, count) if 2 * len(signal) >= wanted else 0
                 if (end := min(count + more, len(prompts.length_P))) > count:
                     in_flight.append(self._open_group(prompts, take_prompts(prompts, np.arange(count, end)), step))

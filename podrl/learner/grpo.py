@@ -32,7 +32,7 @@ from podrl.types import Batch, Experience, Layout, PyTree, Rollouts
 class GRPO:
     """Implements podrl.learner.loop.Algorithm for GRPO and every other estimator that needs no critic.
 
-    PPO updates its policy with the same code, on advantages of its own.
+    PPO updates its policy with the same code, but computes the advantages with its critic.
 
     Attributes:
       cluster: the actor and its reference.
@@ -57,7 +57,7 @@ class GRPO:
           config: the settings.
           samples: number of samples of a step.
           log: function that prints a warning about settings that are probably a mistake.
-          pieces: True if samples may have several pieces.
+          pieces: True if a sample may have several pieces, each a token sequence with a context of its own.
           teacher: settings of a teacher whose divergence from the policy is a part of the loss; None for none.
         """
         self.cluster, self._config, self._samples = cluster, config, samples
@@ -75,7 +75,8 @@ class GRPO:
         self._token_loss = with_observations(loss) if config.observed_weight else loss
         cluster.actor.prepare(self._token_loss, self._token_weights, teacher)
         self.mini_batches.place(pieces=pieces, by_sample=self._loss.by_sample)
-        # For each mini-batch of a step, three numbers of tokens: in its sequences, in its rows, and computed.
+        # For each mini-batch of a step, three numbers of tokens: of its sequences, of its packed rows (a shared prompt
+        # counts once), and of the rows as they are computed (with padding).
         self._packed: list[tuple[int, int, int]] = []
         routed = cluster.actor.model.experts is not None
         self._warn_of_routes = log if routed and not cluster.config.rollout().router_replay else None
@@ -184,7 +185,7 @@ class GRPO:
         return batches
 
     def _compare_routes(self, step: int, rollouts: Rollouts) -> None:
-        """Warns, at the first batch without router replay, of what the trainer's own choice of experts changes."""
+        """Warns at the first batch without router replay how much log-probabilities differ by the choice of experts."""
         log, self._warn_of_routes = self._warn_of_routes, None
         if log is None:
             return

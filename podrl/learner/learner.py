@@ -44,7 +44,7 @@ class Trainable(loop.Algorithm, recorder.Controllers, Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class TrainingParts:
-    """The training parts of a process with devices of the trainer mesh.
+    """The parts that train, in a process with devices of the trainer mesh.
 
     Attributes:
       algorithm: turns batches into updates.

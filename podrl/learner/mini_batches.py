@@ -56,7 +56,7 @@ class MiniBatches:
         """Computes the packed shape on the actor's mesh, when the models that read the rows are known.
 
         Args:
-          pieces: True if samples may have several pieces.
+          pieces: True if a sample may have several pieces, each a token sequence with a context of its own.
           by_sample: True if the loss has terms of whole samples.
         """
         self._pieces, self._by_sample = pieces, by_sample

@@ -36,8 +36,8 @@ def no_update_reasons_on_samples(
 ) -> list[str]:
     """Lists the reasons why a run on samples cannot change the policy or the critic, one sentence for each setting.
 
-    Settings that make no sense even for a diagnosis are refused where they are declared: groups of one without an
-    advantage, no steps, adapters that match nothing.
+    Settings that make no sense even for a diagnosis are refused where they are declared: groups of one sample if its
+    advantage is then always 0, no steps, adapters that match no parameter.
 
     Args:
       training, algo, rollout, reward, environment: the run's settings.

@@ -30,7 +30,7 @@ class PPOScores:
 
 @dataclasses.dataclass(frozen=True)
 class PPOBatches:
-    """The batches of a step: batches for the critic, and batches for the actor (trained on, or only compared)."""
+    """The batches of a step: those of the critic, and those of the actor, which trains on them or only compares."""
 
     critic: Sequence[Batch[CriticRows]]
     actor: Sequence[Batch[PolicyRows]]

@@ -102,7 +102,7 @@ class SampleReport:
         return metrics
 
     def finished(self, values: dict[str, float]) -> dict[str, float]:
-        """Puts measures in place of `sampler/moment_*`, and means over tokens of one age in place of sums by age."""
+        """Replaces the moments `sampler/moment_*` by measures, and the sum over tokens of each age by their mean."""
         if "sampler/moment_x" not in values:
             return values
         values |= derived(values)

@@ -21,7 +21,7 @@ Generate = Callable[[Prompts, Policy, int], Experience]
 class GeneratingSource(Protocol):
     """A source that generates, in this process or in a pod; OfflineBatches wraps such a source.
 
-    Its `publish` calls `agree`, then `move`.
+    The method `publish` of a source calls `agree`, then `move`.
     """
 
     def resume(self, start: Start) -> Sequence[InFlight]: ...
@@ -120,7 +120,7 @@ class OfflineBatches:
     """Reads batches from data (SFT, DPO), the same on every trainer host; weights move only for evaluations."""
 
     def __init__(self, source: GeneratingSource):
-        """Wraps `source`, the source that would generate; it reads the data, moves weights and evaluates."""
+        """Wraps `source`, which could also generate; here it only reads the data, moves weights and evaluates."""
         self._source = source
 
     def resume(self, start: Start) -> Sequence[InFlight]:

@@ -132,7 +132,7 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
 
     @functools.cached_property
     def parts(self) -> Sequence[Any]:
-        """The different settings that samples may have; the first are for sources without settings of their own."""
+        """The different settings that samples may have; entry 0 is for sources without settings of their own."""
         return [self]
 
     @functools.cached_property
@@ -201,7 +201,7 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
 
     @property
     def correction(self) -> str:
-        """The sampler correction in use: by default tis for stale samples, unless the ratio starts from the sampler."""
+        """The sampler correction in use: by default tis for stale samples, unless the ratio divides by the sampler."""
         stale = self.max_staleness and self.old_logprob != "sampler"
         return "tis" if self.sampler_correction == "auto" and stale else super().correction
 
@@ -333,7 +333,7 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
 
     @property
     def _scaled_by_advantage(self) -> bool:
-        """True if the surrogate of a token whose advantage is 0 is 0."""
+        """True if a token's surrogate is 0 whenever its advantage is 0."""
         return not self.own_loss and self.kind not in PENALISED
 
     @property
@@ -417,7 +417,7 @@ class GRPOConfig(AlgorithmConfig, KLLossSettings, GroupSettings):
     podrl's.
 
     Attributes:
-      algo_variant: 'grpo'.
+      algo_variant: name of the algorithm in Tunix; only 'grpo' is allowed.
       loss_algo: 'grpo', or 'gspo-token' for the sequence ratio of GSPO.
       kl_in_reward: coefficient of the KL to the reference policy in the reward; 0 for none.
       kl_reward_mode: estimator of the KL in the reward. No gradient is taken of rewards, so k1 is the plain choice: its
@@ -577,7 +577,7 @@ class GRPOConfig(AlgorithmConfig, KLLossSettings, GroupSettings):
 
     @property
     def policy_weight(self) -> float:
-        """Weight of the samples in the policy loss: `reward_coef`; if it is 0, `teacher_coef` under 'sampled'."""
+        """Weight of the policy loss: `reward_coef`; if that is 0, `teacher_coef` with teacher_kl='sampled', else 0."""
         return self.reward_coef or self.teacher_coef * (self.teacher_kl == "sampled")
 
     @property
@@ -630,10 +630,10 @@ class GRPOConfig(AlgorithmConfig, KLLossSettings, GroupSettings):
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PPOConfig(AlgorithmConfig, GAESettings):
-    """Settings of PPO with a critic: Tunix's names and defaults, and podrl's own in the second group.
+    """Settings of PPO with a critic: first Tunix's names and defaults, then podrl's.
 
     Attributes:
-      algo_variant: 'ppo'.
+      algo_variant: name of the algorithm in Tunix; only 'ppo' is allowed.
       value_loss_fn: 'ppo': squared error, clipped around the values before the update.
       beta: coefficient of the KL to the reference policy in the reward; 0 for none, and then no reference is kept.
       clip_range_value: largest change of a value in one step, reward units; a large number clips nothing.

@@ -1,4 +1,4 @@
-"""Samples in the tokens of a teacher with another tokenizer, and the spans of text that both tokenizers cut alike.
+"""Samples in the tokens of a teacher's own tokenizer, and the spans of text whose ends both tokenizers share.
 
 A teacher reads the prompt that its own chat template wrote. Then it reads the policy's text up to the first token that
 is not text: a special token, or a token from an environment. If that token ends the policy's turn, the teacher reads

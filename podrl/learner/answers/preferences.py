@@ -32,7 +32,7 @@ class DPOConfig:
       batch_size: number of pairs per step; a step makes one update.
       max_length: largest number of tokens of prompt and answer together; longer pairs are left out or are an error, as
         data.long_prompts says.
-      beta: reward per nat of difference to the reference.
+      beta: reward of an answer per nat by which its log-probability exceeds the log-probability under the reference.
       label_smoothing: assumed share of pairs whose chosen and rejected answers are swapped.
     """
 
@@ -69,7 +69,7 @@ class KTOConfig:
         these answers.
       max_length: largest number of tokens of prompt and answer together; longer examples are left out, or are an error,
         as data.long_prompts says.
-      beta: reward per nat of difference to the reference.
+      beta: reward of an answer per nat by which its log-probability exceeds the log-probability under the reference.
       desirable_weight: weight of good answers. This weight times the number of good answers should be 1 to 4/3 of
         `undesirable_weight` times the number of bad answers.
       undesirable_weight: weight of bad answers.
@@ -266,7 +266,7 @@ class KTO(JudgedAnswers):
         )
 
     def score(self, step: int, experience: LabelledBatch) -> tuple[ReferencedAnswerScores, ReferencedAnswerScores]:
-        """Scores every answer after its own prompt, and after the prompt of another example."""
+        """Scores every answer after its own prompt, and, to measure the drift, after the prompt of another example."""
         own = self._compare(experience.tokens_BT, experience.length_B, experience.mask_BT)
         return own, self._compare(*experience.unrelated())
 

@@ -29,8 +29,9 @@ _PIECE_LANES = 8  # samples in a piece, per lane of the engine; a host notices a
 class EvaluationShares:
     """Runs on the leader: gives the shares of one evaluation at a time to evaluation hosts, and takes their scores.
 
-    A host asks for a share, and gets its answer when there is a share. The share of a lost host goes to another host
-    that asks, now or later: trainers hold the weights until the next evaluation begins.
+    The leader answers a host that asks for a share as soon as a share is free. The share of a lost host goes to the
+    next host that asks. This host may come much later, because trainers hold the weights until the next evaluation
+    begins.
     """
 
     def __init__(self, pod: Pod, deadline_s: float, ending: Any):
@@ -157,7 +158,7 @@ class EvaluationShares:
         """Lets a host leave if it was asked to stop. If it is the last host, it stays, and the job stops."""
         host = int(message.value["process"])
         others = [other for other in self._present() if other != host]
-        # A host that may leave can ask again, and other hosts may have been lost since: the answer must stay yes.
+        # A host that was allowed to leave may ask again, after other hosts were lost. The answer must still be yes.
         has_left = self._pod.is_lost(host)
         may_leave = has_left or (bool(others) and not self._ending())
         if may_leave and not has_left:

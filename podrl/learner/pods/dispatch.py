@@ -138,7 +138,7 @@ class Dispatcher:
         self._failed: int | None = None  # a host that could not go on
         # The batch whose prompts could not be read, and the error.
         self._read_error: tuple[int, BatchError] | None = None
-        # The newest step of `_collect_states`, and its result.
+        # The step and the result of the last call of `_collect_states`.
         self._saved: tuple[int, Mapping[tuple[int, int], PartialBatch]] = (-1, {})
         self._awaited_step: int | None = None  # the step whose groups this process waits for
         lease_server.regroup = self._regroup
@@ -241,7 +241,7 @@ class Dispatcher:
             self._saved = (first, self._collect_states(first))
         return self._open.state(step, step - first, last=step == self._batches_before - 1, found=self._saved[1])
 
-    # Called under the lock of the leases.
+    # The callers of the following methods hold the lock of the leases.
 
     def _group(
         self, prompts: Prompts, number: int, submit_step: int, repeated: bool, origin: PartialBatch | None
@@ -287,7 +287,8 @@ class Dispatcher:
         addresses = {host: self._pod.address(host) for host in self._lease_server.members}
         for host in [host for host, queue in self._queues.items() if addresses.get(host) != queue.address]:
             self._drop(self._queues.pop(host), None)
-            # If the lost host was the one that could not go on, other hosts make its groups.
+            # A host that could not go on would stop the job; once it is lost, other hosts make its groups, and the job
+            # goes on.
             self._failed = None if self._failed == host else self._failed
         for host, address in addresses.items():
             self._queues.setdefault(host, _HostQueue(address, self._lease_server.members[host]))
@@ -325,7 +326,7 @@ class Dispatcher:
             self._send_groups(host, groups)
 
     def _send_groups(self, host: int, groups: Sequence[RemoteGroup], *, in_batch: bool = False) -> None:
-        """Orders a host to make groups. With `in_batch` a batch already holds them: they must become the same again."""
+        """Orders a host to make groups. `in_batch`: a batch already has them, so they must become the same again."""
         # Groups with different fields go into separate orders: join() would add every field to all prompts, as None.
         for _, alike in itertools.groupby(groups, lambda group: tuple(group.prompts.fields)):
             entries, parts = [], []
@@ -341,8 +342,8 @@ class Dispatcher:
     def _how_to_draw(self, group: RemoteGroup, in_batch: bool) -> JsonObject:
         """Returns the part of an order that tells a host how to draw a group.
 
-        `record`: the journal's entry that the group must become, or None. `since`: the first version of the weights
-        that the host plays the group under.
+        `record`: the journal's entry that the group must repeat, or None. `since`: the first version of the weights
+        with which the host plays the group.
         """
         if self._by_tokens:
             since = self._start if group.origin is not None else group.since
@@ -411,7 +412,7 @@ class Dispatcher:
             "stacks), add a host (docs/hosts.md), or raise log.stall_s."
         )
 
-    # Called without the lock.
+    # The callers of the following methods do not hold the lock of the leases.
 
     def _new(self, batches: int) -> list[Prompts]:
         """Reads prompts until `batches` batches have been read since the start of the run; keeps an error for later."""

@@ -34,7 +34,8 @@ _log = logging.getLogger("podrl.hosting")
 class HostRollouts:
     """Runs on a rollout host: receives weights, makes and scores the groups of its orders, serves them to the trainers.
 
-    It also evaluates the held-out prompts of its leases. Some leases come late, because another host was lost.
+    Its leases name the parts of batches that it serves, and the held-out prompts that it evaluates. Some leases come
+    late, because another host was lost.
     """
 
     def __init__(

@@ -30,8 +30,8 @@ class HostPlayer:
 
     A window begins when the batch of its step is first asked for. Under the token clock a window ends when its samples
     have drawn their tokens. Under the wall clock it ends when the next weights have arrived and the running dispatch is
-    over. In this mode orders of the leader also interrupt the window after the running dispatch, reports tell the
-    leader which groups have ended, and a second thread puts batches together. Samples are played on `thread`.
+    over. Only under the wall clock, orders of the leader interrupt the window after the running dispatch, and reports
+    tell the leader which groups have ended. Samples are played on `thread`; a second thread puts batches together.
     """
 
     def __init__(
@@ -218,7 +218,7 @@ class HostPlayer:
             self._offer_state(at, part_of(at, group.key), group.part(at).message())
 
     def _play(self, version: int | None) -> None:
-        """Does the work of `aside`, carries out orders, and plays the window of a version until it ends or is closed.
+        """Does the work given to `aside`, carries out orders, and plays a version's window until it ends or is closed.
 
         A window that is repeated from the journal ends only when its samples have drawn the recorded tokens.
         """
@@ -241,7 +241,8 @@ class HostPlayer:
                 return
         except BatchError as error:
             self._failed = error
-            # The leader then decides on a batch without groups. Its lease carries the error to the trainers.
+            # The leader then decides on a batch without groups. The lease of this batch carries the error to the
+            # trainers.
             self._send_report(failed=True)
             self._serving.submit(self._serve)
         except BaseException as error:

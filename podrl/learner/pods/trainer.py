@@ -223,7 +223,7 @@ class RemoteRollouts:
         counts = [len(message.arrays["length_B"]) for message in headers]
         every = np.arange(sum(counts))
         pieces = not everything and bool(experience.rollouts.piece_BT.any())
-        if pieces:  # the tokens of all pieces decide which of them lie in one row
+        if pieces:  # which pieces lie in one row depends on the tokens of all pieces
             self._fetch_rows(experience, parts, counts, every, ["tokens_BT"])
             names = [name for name in names if name != "tokens_BT"]
         wanted = every if everything else self._needed(step, experience)
