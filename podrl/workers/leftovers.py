@@ -44,7 +44,7 @@ def _kill(mark: bytes) -> int:
                 # Check again: before the open, the system may have given the number to another process.
                 if _carries(number, mark) or _parent(number) in doomed:
                     found.append(process)
-        for process in found:  # only now, because the children of a process that was killed have another parent
+        for process in found:  # not earlier: once a process is dead, its children have another parent
             with contextlib.suppress(OSError):
                 signal.pidfd_send_signal(process, signal.SIGKILL)
     return len(marked)
