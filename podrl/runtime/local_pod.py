@@ -1,7 +1,7 @@
 """Runs the processes of a pod on one machine: one process per fake host, output prefixed with the process's name.
 
-The exit code is that of the first process that failed. The processes of the pod end with the process that started them,
-even if that process is killed.
+The pod's exit code is the exit code of the first process that failed. The processes of the pod end with the process
+that started them, even if this process is killed.
 """
 
 import contextlib
@@ -34,7 +34,8 @@ _PR_SET_PDEATHSIG = 1
 _LONGEST_PLACE = 60
 # Memory of a process before it has a model: Python, jax and podrl.
 _PROCESS_BYTES = 350 << 20
-# Gloo's line about its connections, or a part of it: Gloo writes it in pieces, and other threads write between them.
+# Gloo's line about its connections, or a part of the line: Gloo writes it in pieces, and other threads write between
+# the pieces.
 _GLOO = re.compile(
     rb"(?:\[Gloo\] Rank )?\d*(?: is connected to )?\d* peer ranks\. ?|\[Gloo\] Rank \d*(?: is connected to \d*)?"
     rb"|Expected number of connected peer ranks is : \d*"
@@ -68,7 +69,7 @@ class LocalPod:
           replace_rollouts: True if the job goes on when a process that does not train is killed or ends with 42.
           environment: environment of every process. The variables that give a process its place are added, and
             PODRL_SECRET and PODRL_CHANNEL if they are missing.
-          restarts: number of restarts that all processes that do not train may have together.
+          restarts: largest number of restarts, counted over all processes that do not train.
           again: command that starts the job again. The leader prints it; if the leader is killed, it is printed here.
         """
         self._again = again
@@ -105,7 +106,7 @@ class LocalPod:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            start_new_session=True,  # a Ctrl-C then reaches the child only once, through this process
+            start_new_session=True,  # so that a Ctrl-C reaches the child only once, through this process
             preexec_fn=functools.partial(_die_with, os.getpid()),
         )
         self._children[process] = child
@@ -155,7 +156,7 @@ class LocalPod:
         return failed or 0
 
     def _code(self, code: int) -> int:
-        """Returns the job's exit code after a process failed; a negative `code` is a signal that ended the process."""
+        """Returns the job's exit code after a process failed; a negative `code` means that a signal ended it."""
         if code == -self._stopping:
             return signals.exit_code(self._stopping)
         return EXIT_INFRASTRUCTURE if code < 0 else code
@@ -251,7 +252,7 @@ def _without_chatter(lines: Iterable[bytes]) -> Iterator[bytes]:
         rest = _GLOO.sub(b"", line)
         if (rest == line or rest.strip()) and not _CHATTER.match(rest):
             yield rest
-        if _ABORT in line:  # the process is ending; only the stack of jax's own thread follows
+        if _ABORT in line:  # the process is ending: only jax's own stack follows
             for _ in lines:
                 pass
 

@@ -42,7 +42,8 @@ def text(value: object) -> str:
     """
     if isinstance(value, str):
         return value
-    # Imported here, because both need the module `numbers`, and a user's script beside its rewards may have that name.
+    # These imports are late, because both need Python's module `numbers`: a user's script numbers.py, beside the user's
+    # rewards, would replace it.
     import numbers
     from decimal import Decimal
 

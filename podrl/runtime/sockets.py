@@ -3,7 +3,7 @@
 import resource
 import socket
 
-_SILENT_S = 600  # how long the kernel withholds a silent connection from the process
+_SILENT_S = 600  # seconds for which the kernel keeps a silent connection from the process
 _WAITING = 4096  # number of connections that may wait to be accepted
 _DESCRIPTORS = 1 << 16
 
