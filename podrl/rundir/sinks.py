@@ -155,7 +155,8 @@ class TensorBoard:
 
         Args:
           directory: directory of the event files; TensorBoard reads them in the order of their names.
-          start: first step that will be written; TensorBoard hides events of this and later steps in earlier files.
+          start: first step that will be written. TensorBoard hides the events of this step and later steps that earlier
+            files hold.
         """
         # Importing tensorboardX takes half a CPU second. If torch is installed, it imports torch too and takes two.
         from tensorboardX import RecordWriter, summary
@@ -200,7 +201,7 @@ class WandB:
         name = read_id(workdir / "wandb_id") or os.urandom(6).hex()
         self._run = wandb.init(project=project, dir=str(workdir), config=dict(run_config), id=name, resume="allow")
         write_whole(workdir / "wandb_id", name)
-        # W&B drops a record with a lower step than its last one. Evaluations during training write such records.
+        # W&B drops a record with a lower step than the last record. Evaluations during training write such records.
         self._step = 0
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -209,7 +210,7 @@ class WandB:
 
     def write_samples(self, step: int, samples: Sequence[LogRecord]) -> None:
         columns, rows = table(samples)
-        # Two names, because samples of training and samples of an evaluation may have the same step.
+        # The tables of training and of evaluation need two names, because their samples may have the same step.
         name = "samples/eval" if "evaluation" in columns else "samples/train"
         self._step = max(self._step, step)
         self._run.log({name: self._wandb.Table(columns=columns, data=rows)}, step=self._step)
