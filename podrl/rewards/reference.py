@@ -24,12 +24,12 @@ _DIGITS = re.compile(r"[\d.]+")
 def answer_of(completion: str) -> str | None:
     """Extracts the text between the answer tags of a completion in the exact format; None in any other format.
 
-    The format reaches from a line's start to a line's end: reasoning in its tags, then an answer in its tags; there may
-    be text between the two. It is enough to look for the first occurrence of each tag after the previous tag: if later
-    occurrences fit the format, the first ones fit, too.
+    The format begins at a line's start and ends at a line's end: reasoning in its tags, then an answer in its tags, and
+    perhaps text between the two. It is enough to look for the first occurrence of each tag after the previous tag:
+    if later occurrences fit the format, the first occurrences fit, too.
     """
     opened = _OPENS.search(completion)
-    # The reasoning has at least one character.
+    # The search begins one character later, because the reasoning has at least one character.
     reasoned = completion.find("</reasoning>", opened.end() + 1) if opened else -1
     answered = completion.find("<answer>", reasoned + len("</reasoning>")) if reasoned >= 0 else -1
     begin = answered + len("<answer>")

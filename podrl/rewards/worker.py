@@ -1,6 +1,6 @@
 """The process that runs reward functions: `python -m podrl.rewards.worker`, started by podrl.rewards.compose.
 
-The process imports the standard library and what reward functions import, never jax.
+The process imports the standard library and the imports of reward functions, but never jax.
 """
 
 import asyncio
@@ -129,7 +129,7 @@ _OWN = threading.local()
 
 
 def _await(work: Coroutine[object, Any, object]) -> Any:
-    """Runs a coroutine on this thread's event loop, which stays open, because a module may keep clients bound to it."""
+    """Runs a coroutine on this thread's event loop, which stays open for clients that a module may have bound to it."""
     if not hasattr(_OWN, "runner"):
         _OWN.runner = asyncio.Runner()
     return _OWN.runner.run(work)

@@ -58,7 +58,7 @@ def decode(value: Any, resolve: Callable[[Reference], object]) -> Any:
       resolve: finds the object of a reference.
 
     Raises:
-      ValueError, TypeError, KeyError: `encode` makes no such value.
+      ValueError, TypeError, KeyError: `value` is not a result of `encode`.
     """
     if isinstance(value, list):
         return [decode(one, resolve) for one in value]
