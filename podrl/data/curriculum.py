@@ -179,7 +179,7 @@ class _Draw(Generic[Item]):
     ) -> None:
         self.stream, self._last_N, self._pool_N = stream, last_N, pool_N
         self._closed = stream.curriculum.config.closed
-        self._needed = len(busy) + count  # any this many records of a pool include one that is not busy
+        self._needed = len(busy) + count  # among this many records of a pool, at least one is not busy
         self._busy = _ExcludedRecords(self, busy)  # records in batches whose results are not known, or in this batch
         self._mine = _ExcludedRecords(self, ())  # records in this batch
         self._queues: dict[tuple[int, int], _Queue] = {}

@@ -32,7 +32,7 @@ class TextPart(NamedTuple):
       text: text as the model reads or writes it.
       learned: True if the model learns to write the text; if False, the model reads it.
       ends: True if the model learns to end its turn after the text.
-      rendered: True if the chat template wrote the text, and with it the start token if the template writes one; if False,
+      rendered: True if the chat template wrote the text, and also the start token if the template has one; if False,
         the text is plain and has no start token.
     """
 

@@ -45,7 +45,7 @@ def _run(kind: str, descriptors: list[int], limits: Bounds) -> None:
     nothing = os.open("/dev/null", os.O_RDWR)
     descriptors = [
         os.dup2(one, 100 + place) for place, one in enumerate(descriptors)
-    ]  # at least 3, because the lines below replace the descriptors 0 to 2
+    ]  # copies with high numbers, because the lines below replace the descriptors 0 to 3
     # If functions are called, no process reads the program's output, so the program would block when the pipe is full.
     printed = descriptors[1] if kind == "script" else nothing
     for place, source in enumerate((descriptors[0], printed, nothing)):
