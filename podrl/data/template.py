@@ -95,4 +95,4 @@ def gsm8k_answer(solution: str) -> str:
     return answer.replace(",", "") if _GROUPED.fullmatch(answer) else answer
 
 
-_GROUPED = re.compile(r"[-+]?\$?\d{1,3}(,\d{3})+(\.\d*)?\D*")  # not 3,4 or (1,200)
+_GROUPED = re.compile(r"[-+]?\$?\d{1,3}(,\d{3})+(\.\d*)?\D*")  # thousands with commas, but not 3,4 or (1,200)

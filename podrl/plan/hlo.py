@@ -170,7 +170,7 @@ class _Reader:
         host = {"from_host": total.from_host, "to_host": total.to_host}
         return ProgramCost(total.flops, total.bytes, tuple(kinds), tuple(sorted(total.uncounted)), total.read, **host)
 
-    @functools.cache  # noqa: B019 - readers live as long as one text is read
+    @functools.cache  # noqa: B019 - a reader, and with it the cache, lives only while one text is read
     def _computation(self, name: str, depth: int) -> _Sum:
         total = _Sum()
         types = {i.name: i.type for i in self._computations[name]}

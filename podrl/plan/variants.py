@@ -319,8 +319,9 @@ def differences(before: Setting, after: Setting) -> list[str]:
 
 
 def _total(side: str, variant: Variant, known: CompileCache | None = None) -> Trial:
-    """Compiles a side's programs of every step: memory of the largest, and seconds of all programs up to the first that
-    does not fit.
+    """Compiles the programs that a side runs in every step; stops at the first program that does not fit.
+
+    The trial has the memory of the largest program, and the seconds of all compiled programs.
 
     Nothing is compiled if the lower bound of the side's bytes is already too large.
     """

@@ -177,9 +177,11 @@ def code_of(completion: str) -> str:
 def _rank(language: str, body: str) -> int:
     """Ranks a fenced block from 0 to 4: a block with a higher rank is more likely to be the program.
 
-    4: the block names Python as its language. 3: it defines or imports something. 2: it looks like code in another way.
-    A block that names a known language other than Python cannot have rank 3 or 2. 1: it names no language. 0: all other
-    blocks.
+    4: the block names Python as its language.
+    3: the block defines or imports something, and does not name a known language other than Python.
+    2: the block looks like code in another way, and does not name a known language other than Python.
+    1: the block names no language.
+    0: any other block.
     """
     if _PYTHON.fullmatch(language):
         return 4

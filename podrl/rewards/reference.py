@@ -54,9 +54,13 @@ def answer(
 ) -> list[float]:
     """Scores the answer of a completion in the exact format; with several references, the best score counts.
 
-    The score is 3 for the reference answer, 1.5 if both are equal without surrounding space, 0.5 if the ratio of their
-    numbers is within 0.9-1.1, 0.25 within 0.8-1.2, -1 for any other number, -0.5 for text that is not a number, and 0
-    without the format.
+    3: the answer is the reference.
+    1.5: answer and reference are equal without the space around them.
+    0.5: the ratio of their numbers is within 0.9-1.1.
+    0.25: the ratio is within 0.8-1.2.
+    -1: the answer is any other number.
+    -0.5: the answer or the reference is not a number.
+    0: the completion does not have the format.
     """
     del prompts, fields
     found = zip(map(answer_of, completions), answer, strict=True)

@@ -241,7 +241,7 @@ class Run:
         return f"Step {step} is saved in {self.place}. Resume with: {self.command}"
 
     def notify_saved(self, step: int) -> None:
-        """Calls the functions of `on_saved`: `step` has a complete checkpoint, so files kept for it can be deleted."""
+        """Calls the functions of `on_saved`: `step` has a complete checkpoint, so files of earlier steps can go."""
         self._last_saved = max(self._last_saved, step)
         for call in self.on_saved:
             call(step)
@@ -308,7 +308,7 @@ class Run:
         self.checkpoints = self._checkpoints(savers)
 
     def _last_times(self) -> dict[str, float]:
-        """Returns the seconds of each stage before the first step at the last start of this run, by the stage."""
+        """Returns, by stage, the seconds that each stage before the first step took at the last start of this run."""
         earlier = read_metrics(self.workdir) if self.workdir is not None and self.leads else []
         stages = ("start-up", "restoring", "evaluation")
         return {stage: record[name] for record in earlier for stage in stages if (name := f"time/{stage}") in record}

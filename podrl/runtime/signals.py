@@ -23,9 +23,9 @@ class StoppedError(KeyboardInterrupt):
 
 
 def exit_code(number: int) -> int:
-    """Returns the exit code for a signal: 75 (preempted) for SIGTERM, so that its sender may restart the command.
+    """Returns the exit code for a signal: 75 (preempted) for SIGTERM, and 130 for Ctrl-C, as in shells.
 
-    For Ctrl-C it is 130, as in shells.
+    The code 75 tells the sender of SIGTERM that the command may be started again.
     """
     return 130 if number == signal.SIGINT else 75
 

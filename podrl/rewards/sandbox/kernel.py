@@ -22,9 +22,8 @@ _CLONE, _PIVOT_ROOT, _MOUNT_SETATTR, _CAPSET = 56, 155, 442, 126  # numbers of t
 _SET_PDEATHSIG, _SET_DUMPABLE, _SET_SECCOMP, _SET_NO_NEW_PRIVS = 1, 4, 22, 38
 _ROOT = "/proc"  # mount point for the new root: it exists everywhere, and its content is not used
 
-# Numbers of the system calls that programs may not make; these calls fail with EPERM. They concern, in this order: new
-# processes and programs; memory that no limit counts; sockets (namespaces do not isolate AF_VSOCK and AF_ALG); access
-# to other processes; administration.
+# Numbers of the system calls that programs may not make; these calls fail with EPERM. _MEMORY gets memory that no limit
+# counts. _NETWORK opens sockets, of which namespaces do not isolate AF_VSOCK and AF_ALG. _OTHERS reach other processes.
 _PROCESSES = (57, 58, 59, 322)
 _MEMORY = (29, 30, 31, 64, 65, 66, 68, 69, 70, 71, 240, 319, 447)
 _NETWORK = (41,)

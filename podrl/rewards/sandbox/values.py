@@ -8,7 +8,7 @@ from typing import Any
 
 _LENGTH = struct.Struct(">I")
 _MOST = 1 << 24  # largest number of bytes of a frame
-_EXACT = 1 << 53  # integers from here on are sent as hexadecimal text
+_EXACT = 1 << 53  # integers of at least this size are sent as hexadecimal text
 
 
 class Reference:
