@@ -30,7 +30,7 @@ from podrl.mesh.rules import batch_shards
 from podrl.models.config import ModelConfig
 from podrl.types import PyTree
 
-PREFILL_LANES = 8  # first tokens drawn at once
+PREFILL_LANES = 8  # number of first tokens that are drawn at once
 
 
 class _Prompt(NamedTuple):

@@ -46,7 +46,7 @@ class ChosenStream(Stream[Item], Generic[Item]):
         # Records are numbered through all sources; this lists the number of each source's first record.
         self._starts = list(itertools.accumulate(map(len, self._sources), initial=0))
         self._walks = [_Walk(len(one), shuffle_seed, k) for k, one in enumerate(self._sources)]
-        self._drawn_of = [0] * len(self._sources)  # items decided so far, by source
+        self._drawn_of = [0] * len(self._sources)  # by source: number of items decided so far
         # For each source: how many items were decided so far, first from the walk, then from each pool with a share.
         self._wanted_of = [[0] * (1 + len(curriculum.config.shares)) for _ in self._sources]
         self._first, self._ids = 0, []  # position of _ids[0]; numbers of the newest batches' records
@@ -154,7 +154,7 @@ class ChosenStream(Stream[Item], Generic[Item]):
         """Counts a record of `pool` that is drawn because no other record is left; reports the count at powers of
         ten."""
         self._brought_back += 1
-        if str(self._brought_back).rstrip("0") == "1":  # 1, 10, 100, ...
+        if str(self._brought_back).rstrip("0") == "1":  # logs at 1, 10, 100, ... records
             _log.warning(
                 "%d prompts so far were drawn although postponed or retired, because no other of the %d records was "
                 "left. Give more data, or change data.curriculum.%s.",

@@ -38,7 +38,7 @@ BUILDINGS: Mapping[str, tuple[str, tuple[str, ...], tuple[int, int]]] = {
 }
 BUILT = ("When was the {of} built?", "In which year was the {of} built?")
 _YEARS = (1100, 1990)
-PER_TOWN = 3  # buildings of a town
+PER_TOWN = 3  # number of buildings in each town
 _SEED = 7
 
 

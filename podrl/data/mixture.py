@@ -148,7 +148,7 @@ class _Key:
         return isinstance(other, _Key) and self._text == other._text
 
 
-@functools.lru_cache(maxsize=64)  # a job opens the same data several times
+@functools.lru_cache(maxsize=64)  # cached, because a job opens the same data several times
 def _opened(key: _Key) -> OpenedSources:
     config, cache = key.config, Cache(key.config.cache)
     evaluation, notes = None, Notes(config.question_field, config.answer_field)

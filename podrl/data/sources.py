@@ -583,7 +583,7 @@ def _tfds(path: str) -> Records:
         raise ImportError(f"{path} needs TensorFlow Datasets: {install('tfds')}.") from error
     try:
         stored = tfds.data_source(name, split=split, builder_kwargs={"file_format": "array_record"})
-    except (ValueError, OSError) as error:  # its messages list all data sets
+    except (ValueError, OSError) as error:  # the error's own text is long: it lists all data sets
         raise ValueError(f"{path} cannot be opened: {first_line(error)[:200]}.") from error
     return ParsedOnAccess(path, stored, lambda raw, _: {key: _plain(value) for key, value in raw.items()})
 

@@ -267,7 +267,7 @@ class Stream(Generic[Item]):
         self.skipped += 1
         if item.part is not None:
             self.too_long[item.part] += 1
-        if str(self.skipped).rstrip("0") == "1":  # 1, 10, 100, ...
+        if str(self.skipped).rstrip("0") == "1":  # logs at 1, 10, 100, ... items
             _log.warning(
                 "%d skipped so far: longer than %d tokens, which is %s.",
                 *(self.skipped, self._limit.tokens, self._limit.key),

@@ -41,7 +41,7 @@ _CALLED = {
 
 
 class _Backend(Protocol):
-    size: int  # largest id plus one
+    size: int  # largest token id plus one
     added: Mapping[int, str]  # texts, by id, of the special tokens that are added to the vocabulary
     special: Mapping[int, str]  # texts, by id, of all special tokens
     # Texts, by id, of tokens that are found before a text is cut into pieces, all of `special` included.

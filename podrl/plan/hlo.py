@@ -179,7 +179,7 @@ class _Reader:
         return total
 
     def _instruction(self, total: _Sum, i: Instruction, types: Mapping[str, str], depth: int) -> None:
-        if i.opcode in _FREE or i.opcode.endswith(("-done", "-update")):  # counted with their -start
+        if i.opcode in _FREE or i.opcode.endswith(("-done", "-update")):  # -done and -update count with their -start
             return
         if i.opcode == "while":
             count = self._trip_count(i, types)

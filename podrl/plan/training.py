@@ -119,7 +119,7 @@ def _actor_programs(setting: Setting) -> tuple[list[Program], float, float]:
         elif teacher is not None and teacher.teacher == "ema":
             scorer_params, own = parameters.join_trainable(held, frozen), trained
         read = batch
-        if job.data.hinted:  # the teacher's prompts are longer
+        if job.data.hinted:  # a hint makes the teacher's prompts longer
             longer = setting.pack_shape(mesh, more=algo.teacher_hint_tokens)
             read = state_lib.abstract_batch(loss.rows, longer, mesh)
         lower, name = lambda: compared.lower(scorer_params, unrouted(_layout(read))), "reference log-probabilities"

@@ -53,7 +53,7 @@ def math_equal(
 
 
 def _equal(truth: str, completion: str) -> bool:
-    truth = truth.replace("\\$", "")  # a dollar sign for money
+    truth = truth.replace("\\$", "")  # here a dollar sign means money, not mathematics
     gold = _parsed(truth if "$" in truth or "\\boxed" in truth else f"${truth}$")
     if not gold:
         raise ValueError(f"the reference answer {truth!r} is not mathematics that math-verify can read")

@@ -124,7 +124,7 @@ _RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻", "0123456789+-")
 # Rewrites of LaTeX, HTML and Markdown to plain text, applied in this order. The time to try a pattern at one place is
 # bounded, so each rewrite takes time linear in the text.
 _REWRITTEN = [
-    (re.compile(r"\A\s*[*\u2022][ \t]+"), ""),  # the mark of a list
+    (re.compile(r"\A\s*[*\u2022][ \t]+"), ""),  # the mark before an item of a list
     (
         re.compile(
             r"\s+|\\(?:left|right|q?quad|(?:display|text)style|[Ll]arge|LARGE|[Hh]uge|small)(?![A-Za-z])|\\[ ()\[\]]"

@@ -82,7 +82,7 @@ def _of_fields(fn: Callable[..., object]) -> list[inspect.Parameter]:
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     named = [p for p in parameters if p.kind not in variable]
     if "completions" not in [p.name for p in named]:
-        named = named[2:]  # prompts and completions by position
+        named = named[2:]  # the function gets prompts and completions by position
     return [p for p in named if p.name not in ("prompts", "completions")]
 
 

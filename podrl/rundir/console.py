@@ -172,6 +172,6 @@ class Progress:
 def _short(value: float) -> str:
     if abs(value) >= 1000:
         return f"{value:,.0f}"
-    if 0 < abs(value) < 0.01:  # a learning rate shows its digits
+    if 0 < abs(value) < 0.01:  # so that a small learning rate shows its digits
         return f"{value:.2e}"
     return f"{value:.3f}" if abs(value) < 10 else f"{value:.1f}"

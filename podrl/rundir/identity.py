@@ -12,7 +12,7 @@ from podrl.storage.seal import is_sealed, seal, unseal
 from podrl.storage.storage import Place, complete_steps, first_line, locate, write_whole
 
 NAME = "config.json"
-DEFAULTS = "defaults.json"  # defaults of the job's settings
+DEFAULTS = "defaults.json"  # file with the defaults of the job's settings
 # Settings that may change, because no step depends on them: where and when something is written or measured, how many
 # processes share the work, when a run warns or ends, and deadlines.
 _FREE = ("log.", "checkpoint.", "eval.", "compile_cache", "data.cache", "trainer.eval_every_n_steps")

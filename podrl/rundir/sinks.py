@@ -239,7 +239,7 @@ class MLflow:
             run_id = self._client.create_run(experiment, run_name=folder.name).info.run_id
             write_whole(workdir / "mlflow_id", run_id)
             params = [entities.Param(key, str(value)[:500]) for key, value in _flat(run_config)]
-            for first in range(0, len(params), 100):  # a request may hold at most 100
+            for first in range(0, len(params), 100):  # a request may hold at most 100 settings
                 self._client.log_batch(run_id, params=params[first : first + 100])
         self._id = run_id
 

@@ -41,7 +41,7 @@ class Spans:
         self._call_count = 0
         self._lock = threading.Lock()  # protects _calls and _call_count
         self._step = 0
-        self._unsent: list[Span] = []  # spans to send next
+        self._unsent: list[Span] = []  # spans that the next message will send
 
     def add(self, name: str, started: float, ended: float, *, lane: str = "loop", step: int | None = None) -> None:
         """Adds a span.

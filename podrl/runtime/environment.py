@@ -21,7 +21,7 @@ from podrl.config import plural
 _FAKE = "--xla_force_host_platform_device_count"
 # Files of accelerators' drivers: TPU, NVIDIA, AMD, and CUDA under WSL.
 _DRIVERS = ("/dev/accel*", "/dev/vfio/[0-9]*", "/dev/nvidia*", "/dev/kfd", "/dev/dxg")
-_GOOGLE = "0x1ae0"  # PCI vendor
+_GOOGLE = "0x1ae0"  # Google's number as a vendor of PCI devices
 _MEET_S = 600.0  # longest wait for the slowest process to compile; the channel notices a dead process sooner
 
 

@@ -238,7 +238,8 @@ def join(cluster: Cluster, seat: Seat, *, deadline_s: float, heartbeat_s: float 
                 f"processes) names: {error} Are there chips on this host (ls /dev/accel* /dev/vfio; on GKE the limit "
                 "google.com/tpu), and is libtpu installed (requirements-tpu.lock)?"
             ) from None
-        if cluster.kind == "flags" and (own := jax.process_index()) != cluster.process_index:  # libtpu numbers hosts
+        # libtpu gives each TPU host a number of its own, whatever --process_id says.
+        if cluster.kind == "flags" and (own := jax.process_index()) != cluster.process_index:
             raise ValueError(
                 f"--process_id={cluster.process_index} on the host that the TPU's topology numbers {own}: start this "
                 f"host with --process_id={own}, and name host 0 by --coordinator."

@@ -80,7 +80,7 @@ class LocalPod:
         self._environment = own | dict(environment) | place
         self._children: dict[int, subprocess.Popen] = {}
         self._threads: list[threading.Thread] = []
-        self._restarts = restarts  # restarts that are left
+        self._restarts = restarts  # number of restarts that are left
         self._stopping = 0  # number of the signal that asked this job to end; 0 if there was none
 
     def run(self) -> int:

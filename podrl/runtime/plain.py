@@ -6,7 +6,7 @@ Reward functions run in processes that do not import jax, so this module does no
 import math
 from collections.abc import Sequence
 
-_EXACT = 15  # significant digits that every float holds
+_EXACT = 15  # number of significant digits that every float can hold
 
 
 class LongFloat(float):

@@ -76,7 +76,7 @@ class Pod:
         self._changes = 0  # number of changes of the roster since it was complete
         self._complete = False  # True if all of the job's first processes have joined
         self._numbers = itertools.count(seat.hosts.count)  # numbers that are free for later processes
-        self._late_numbers: set[int] = set()  # numbers of later processes
+        self._late_numbers: set[int] = set()  # numbers of the processes that joined later
         # The number that each request has got. A request may be served twice, and must then get the same number again.
         self._number_of_request: dict[str, int] = {}
         # Numbers reserved for the hosts of a replica that have not asked for theirs yet: by (cluster, index of the
@@ -297,7 +297,7 @@ class Pod:
         with self._changed:
             returned = process in self._addresses
             if returned and self._endpoints.get(process) == endpoint:
-                return self._differences(who)  # the same request, served twice
+                return self._differences(who)  # the process has joined already: its request was served twice
             previous = next((one for one, there in self._addresses.items() if there == address), None)
             if previous is not None:
                 raise ValueError(

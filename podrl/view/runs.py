@@ -34,7 +34,7 @@ _PLANNED = {
     "update": ("score and update", "trainer_s"),
     "publish": ("publish", "move_s"),
 }
-_SHOWN = 4000  # the most spans in an answer
+_SHOWN = 4000  # largest number of spans in an answer
 
 
 class RunFiles:
@@ -483,7 +483,7 @@ def _written(answer: object) -> str:
 
 def _by_function(record: LogRecord) -> dict[str, float]:
     """Returns the reward of each function, by name, from a record of samples.jsonl."""
-    if isinstance(rewards := record.get("rewards"), Mapping):  # a record of an evaluation
+    if isinstance(rewards := record.get("rewards"), Mapping):  # only the record of an evaluation has this mapping
         named = {str(name).removeprefix("reward/"): value for name, value in rewards.items() if name != "reward"}
     else:
         named = {name: value for name, value in record.items() if name not in ("step", "reward", "truth")}

@@ -143,5 +143,5 @@ def _raised(error: BaseException) -> dict[str, object]:
 def _execute(source: str, name: str) -> dict[str, object]:
     module = types.ModuleType(name)
     sys.modules[name] = module
-    exec(compile(source, "program.py", "exec"), module.__dict__)  # the purpose of this process
+    exec(compile(source, "program.py", "exec"), module.__dict__)  # running the program is the purpose of this process
     return dict(module.__dict__)
