@@ -20,9 +20,7 @@ from podrl.types import PyTree
 # Options to compile in less time, to learn only whether a program fits: schedules and tiles are not searched.
 QUICK: Mapping[str, object] = (
     {"exec_time_optimization_effort": -1.0}
-    if hasattr(
-        jax.config, "jax_exec_time_optimization_effort"
-    )  # only jax 0.10 has this option: later versions have levels
+    if hasattr(jax.config, "jax_exec_time_optimization_effort")  # jax 0.10: later versions have levels instead
     else {"optimization_level": "O0"}
 )
 

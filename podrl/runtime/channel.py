@@ -107,7 +107,7 @@ class Channel:
         if not secret:
             raise ValueError("The processes' channel needs a secret: set PODRL_SECRET to the same text on all hosts.")
         self.name, self.number, self.traffic = name, secrets.token_hex(_NUMBER), Traffic()
-        self._endpoints, self._refused = dict[str, bytes](), set[bytes]()  # endpoints by address; given up endpoints
+        self._endpoints, self._refused = dict[str, bytes](), set[bytes]()  # endpoints by address; endpoints given up
         self._senders: dict[tuple[bytes, bytes], bytes] = {}  # the endpoint of each request that waits for its answer
         self._silence_ms, (self._public, self._private) = int(1000 * silence_s), _keys(secret)
         raise_descriptor_limit()
