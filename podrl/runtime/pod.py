@@ -8,7 +8,7 @@ so that no process waits in a collective or a barrier for one that is gone.
 A job of topology split goes on when a rollout or evaluation host is lost. From then on the leader's channel refuses the
 requests of this host. If the host was only unreachable for a while, the answer to its next request tells it that it was
 given up, and it ends with exit code 42. A process that reconnects and finds the leader of a later run also ends with
-code 42. The process that takes the host's place starts anew, without the host's samples.
+code 42. The process that takes the host's place starts from nothing.
 """
 
 import itertools
