@@ -184,7 +184,7 @@ def _tree(
 
 
 def _gates(both: np.ndarray, config: ModelConfig) -> dict[str, np.ndarray]:
-    # Stored as (2, F, D) or, in Gemma 2 2B, as (2, D, F). F is larger than D in every size, so the shape tells which.
+    # The array is (2, F, D) or, in Gemma 2 2B, (2, D, F). In every size F is larger than D, so the shape tells which.
     turned = both.shape[-1] == config.model_dim
     return {name: part.T if turned else part for name, part in zip(("gate", "up"), both, strict=True)}
 

@@ -30,7 +30,7 @@ from podrl.mesh.rules import batch_shards
 from podrl.models.config import ModelConfig
 from podrl.types import PyTree
 
-PREFILL_LANES = 8  # first tokens drawn at once
+PREFILL_LANES = 8  # number of first tokens that are drawn at once
 
 
 class _Prompt(NamedTuple):
@@ -440,7 +440,7 @@ class SlotEngine:
                 (emitted.tokens_RT, emitted.drawn["logprob"], emitted.failed_R)
             )
             if failed_R[: len(wave)].any():
-                self._prefill_state = engine.init_state()  # the old state holds keys and values that are not finite
+                self._prefill_state = engine.init_state()  # the keys and values in the old state are not finite
                 raise ValueError(
                     "The model's logits after this prompt are NaN or infinite: look for NaN in its weights, or use "
                     "rollout.data_type='float32' or 'bfloat16'."
@@ -453,7 +453,7 @@ class SlotEngine:
     # Slots.
 
     def _left(self, prefix: Prefix, sample: int) -> int:
-        """Computes how many tokens a sample may get after its first one."""
+        """Computes how many tokens a sample may get after its first token."""
         if prefix.tokens[sample] in (*self._eos_ids, *prefix.sampling.stop_ids):
             return 0
         assert prefix.sampling.max_new is not None
@@ -494,7 +494,7 @@ class SlotEngine:
 
 
 def _slot_shape(config: RolloutConfig, shards: int) -> EngineShape:
-    """Derives sizes with room for the longest request in every slot; rollout.pool_tokens replaces the pool's size."""
+    """Derives sizes with room for the longest request in every slot; rollout.pool_tokens, if set, sizes the pool."""
     shape, C = engine_shape(config, shards), config.page_tokens
     prompt = -(-config.max_prompt_length // C)
     pages = shape.lanes * (prompt + -(-config.max_tokens_to_generate // C)) + 1
@@ -504,7 +504,7 @@ def _slot_shape(config: RolloutConfig, shards: int) -> EngineShape:
 
 
 def _block_rows(engine: Engine, blocks: Sequence[Page]) -> np.ndarray:
-    """Lists the pages of a prefix on every shard as (X, J) rows, padded with the unread page."""
+    """Lists the pages of a prefix as (X, J), a row per shard, padded with the number of the page that is never read."""
     rows_XJ = np.full((engine.shards, engine.shape.max_pages), engine.shape.pages - 1, np.int32)
     rows_XJ[:, : len(blocks)] = [block.index for block in blocks]
     return rows_XJ

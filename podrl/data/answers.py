@@ -13,7 +13,7 @@ from podrl.mappings import ChatMessage, Record
 
 
 class Example(NamedTuple):
-    """A text, its token ids, and a mask with 1 on each token that is learned and 0 on the others."""
+    """A text, its token ids, and a mask with 1 on each token that is learned and 0 on the other tokens."""
 
     text: str
     tokens: Sequence[int]
@@ -21,7 +21,7 @@ class Example(NamedTuple):
 
 
 def encode(parts: Sequence[TextPart], tokenizer: Tokenizer, limit: Limit) -> Example | TooLong:
-    """Encodes parts as one example; each part is encoded on its own, as a continuation of the part before it.
+    """Encodes parts as one example; each part is encoded on its own, as text that follows the part before it.
 
     After a part that ends the model's turn it adds the tokenizer's `turn_end_id`.
 
@@ -110,7 +110,7 @@ def of_record(
 
 
 def check(record: Record, names: Sequence[str], data: DataConfig) -> str:
-    """Returns the reason why the answers in the fields `names` of a record make no examples; '' if they make some."""
+    """Returns the reason why the answers in the fields `names` of a record make no examples; '' if they do."""
     before = "prompt" if record.get("prompt") is not None else data.question_field
     if not _has_turns(record, names):
         wrong = [name for name in (*names, before) if not isinstance(record.get(name), str)]

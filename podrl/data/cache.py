@@ -21,13 +21,13 @@ from podrl.storage.storage import Place, is_remote, locate
 
 AUTO = "auto"
 # A file's checksum is stored only if the file was last changed at least this many seconds ago. The stored checksum is
-# found by the file's size and time of change, and a file system's clock is coarse: a file that has just changed may
-# change again and keep the same time.
+# found again by the file's size and time of change. A file system's clock is coarse, so a file that has just changed
+# may change again without a new time.
 _SETTLED_S = 2.0
 
 
 class Cache:
-    """Stored arrays and files; the key of each is a checksum of the input from which it was made."""
+    """Stored arrays and files; each has as its key a checksum of the input from which it was made."""
 
     def __init__(self, where: str) -> None:
         """Opens a cache without writing anything.
@@ -45,7 +45,7 @@ class Cache:
         """Returns the checksum of a file's bytes: computed, or stored earlier under the file's name, size and time."""
         stat = file.stat()
         which = [os.fspath(file), stat.length, stat.mtime]
-        if not is_remote(file):  # a copy may keep name, size and time, but not the inode's number and change time
+        if not is_remote(file):  # a copy may keep name, size and time, but has another inode number
             own = os.stat(file)
             which = [os.path.realpath(file), own.st_size, own.st_mtime_ns, own.st_ctime_ns, own.st_ino]
         memo = self.place(key("stat", *which), ".txt")
@@ -57,7 +57,7 @@ class Cache:
             with open(file, "rb") as content:
                 digest = hashlib.file_digest(content, "sha256")
         if stat.mtime < time.time() - _SETTLED_S:
-            with contextlib.suppress(OSError):  # without the stored checksum the next reader only takes longer
+            with contextlib.suppress(OSError):  # if the checksum cannot be stored, the next reader only takes longer
                 self.write(memo, digest.hexdigest().encode())
         return digest.hexdigest()
 

@@ -18,7 +18,7 @@ from podrl.mappings import ChatMessage, ToolSchema
 MOST = 1 << 20
 # Names of the template variables that hold the marks around a text inside {% generation %}.
 _MARKS = ("generation_opens_", "generation_closes_")
-_WIDTH = re.compile(r"[%:{]\S*\d{7}")  # finds a format in a text that would pad to millions of characters
+_WIDTH = re.compile(r"[%:{]\S*\d{7}")  # finds a format that would pad a text to millions of characters
 
 
 class ChatTemplate:

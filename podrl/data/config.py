@@ -24,8 +24,8 @@ EMBEDDED: Mapping[str, ProblemGenerator[Any]] = {
 
 
 def is_generated(path: str) -> bool:
-    """Returns True if a value of data.path names no file but a task; a task generates its records, and holds a part of
-    them out."""
+    """Returns True if a value of data.path names a task and no file; a task generates its records, and holds out a
+    part of them."""
     return path in EMBEDDED or path.startswith(REASONING)
 
 
@@ -39,7 +39,7 @@ class SourceConfig:
       name: name of the source in tables, and in the field `dataset` of its records. '' takes the last part of the path,
         up to its first dot.
       weight: share of the prompts that are drawn from this source, relative to the other sources' weights. Either all
-        sources have a weight or none has; without weights every record of the mixture is drawn equally often.
+        sources have a weight, or no source has one; without weights every record of the mixture is drawn equally often.
       count: number of the source's records that are used, chosen by data.seed; None uses all.
       fraction: share of the source's records that are used, chosen by data.seed; None uses all.
       split: beginning of the names of the files to read, such as 'train', where `path` is a directory.
@@ -130,12 +130,13 @@ class DataConfig:
         or 'messages' instead (docs/data.md).
       answer_field: name of the record's field with the answer, which only some rewards need. The answer of a GSM8K
         solution is the text after '####'.
-      system_prompt: instructions before the question; '' for none. 'auto' means none, unless a reward function
-        that scores the records of a file reads the reference tags ('answer', 'exact_format', ...): then 'auto' means
-        the text that asks for these tags.
+      system_prompt: instructions before the question; '' for none. 'auto' depends on the reward functions that score
+        the records of a file: if one of them ('answer', 'exact_format', ...) reads the reference tags, 'auto' means
+        the text that asks for these tags; otherwise it means no instructions.
       hint: text after the question that only a teacher reads, with names of the record's fields in braces, such as 'The
         answer is {answer}.'. A hint with {prompt} replaces the question. '' for none.
-      template: form of a prompt: 'chat' writes turns by the model's chat template, 'plain' is for a model without one.
+      template: form of a prompt: 'chat' writes turns by the model's chat template, 'plain' is for a model without a
+        chat template.
       seed: seed of the shuffling, and of generated problems.
       shuffle: True if every epoch has a new order; False keeps the order of the file.
       long_prompts: treatment of a prompt longer than rollout.max_prompt_length: 'skip' leaves it out and counts it,

@@ -125,7 +125,7 @@ def _warn_dropped(directory: str) -> None:
 
 
 class _Span(NamedTuple):
-    """Characters of the whole text that are learned, from `start` to `end`; `open` if they hold no end mark."""
+    """Characters of the whole text that are learned, from `start` to `end`; `open` is True if they have no end mark."""
 
     start: int
     end: int
@@ -151,8 +151,8 @@ class _Writing:
         self._tokenizer = tokenizer
         self.write = functools.partial(tokenizer.apply_chat_template, tools=tools)
         key = _json((messages, tools or tokenizer.tools))
-        # A word that does not occur in any message. It is put into a field of a message: in the rendering it then
-        # stands only where the template wrote this field.
+        # A word that does not occur in any message. If it is put into a field of a message, it stands in the rendering
+        # only where the template wrote this field.
         self._word = next(word for n in range(len(key)) if (word := f"zq{n}x") not in key)
         fault: ValueError | None = None
         for self.messages in _forms([_normalized(message) for message in messages]):
@@ -264,10 +264,11 @@ class _Writing:
     def _headers(self, before: Sequence[ChatMessage], prompt: str) -> Mapping[int, str]:
         """Finds the places in a prompt where the turn's header may end, and a text by which to find each place again.
 
-        A prompt may have white space, tags or special tokens after the header; some of them open a thought.
+        A prompt may have white space, tags or special tokens after the header, and may open a thought with them.
 
         Returns:
-          {end of the header: the header's last special token or its last line that is not empty; the shorter of both}.
+          {end of a header: the header's text from its last special token or its last line that is not empty, whichever
+          text is shorter}.
         """
         base = _shared(prompt, self.write(before, add_generation_prompt=False))
         starts = [start for start, _ in self._tokenizer.special_spans(prompt)]
@@ -351,7 +352,7 @@ class _Writing:
         return _Span(start, start + stop, open=not mark)
 
     def _stop(self, i: int, turn_text: str, start: int) -> int:
-        """Counts the characters of the turn at index i in the whole text, which holds only a part of the turn.
+        """Counts the characters of the turn at index i in the whole text, if the text has only a part of the turn.
 
         Args:
           i: index of the turn.
@@ -366,9 +367,9 @@ class _Writing:
             head, _, tail = text.partition(self._word)
             if head + tail == self.whole and len(head) >= start:
                 return len(head) - start
-        # A turn with calls ends at a special token. A token is a candidate if the text before it is the turn without
-        # one stretch; the candidate that keeps most of the turn's end is taken. If there is no candidate, the turn ends
-        # at the first special token after the last call.
+        # A turn with calls ends at a special token. A special token is a candidate if the text before it is the turn
+        # with one stretch left out. Of the candidates, the one that keeps most of the turn's end is taken. If there is
+        # no candidate, the turn ends at the first special token after the last call.
         called = [str(_function(call).get("name")) for call in message.get("tool_calls", ())]
         last = turn_text[max(0, *(turn_text.rfind(name) for name in called[-1:])) :] if called else turn_text
         places = [place for place, _ in self._tokenizer.special_spans(whole[: len(turn_text) + _MOST])]
@@ -400,7 +401,7 @@ class _Writing:
         shared, mark, ends, closing = _shared(last, earlier), "", 0, ""
         for start, end in self._tokenizer.special_spans(last):
             # A special token after other text is not a mark, because some templates always write the next prompt. A
-            # token that only a last turn has is not a mark either.
+            # token that the template writes only after a last turn is not a mark either.
             if mark and (start > ends or ends <= shared < end):
                 break
             mark, ends = last[start:end], end
@@ -545,7 +546,8 @@ def prompt(
       tokenizer: the model's tokenizer, whose chat template is used.
       system: instructions before a question; '' for none.
       form: form of a wrapped question: 'chat' for a turn of the chat template, 'plain' for plain text.
-      question_field: name of the field with the question; podrl.data.shape.prompt_field says which field asks.
+      question_field: name of the field with the question; podrl.data.shape.prompt_field says which field holds
+        the question.
 
     Raises:
       ValueError: the model's chat template refuses the conversation, or its rendering lacks a message or the question.

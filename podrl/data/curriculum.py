@@ -27,7 +27,7 @@ class ChosenStream(Stream[Item], Generic[Item]):
     curriculum's table.
     """
 
-    _chooses = True  # restore() refuses the state of a stream without a curriculum
+    _chooses = True  # so that restore() refuses the state of a stream without a curriculum
 
     def __init__(
         self,
@@ -43,13 +43,13 @@ class ChosenStream(Stream[Item], Generic[Item]):
         super().__init__(source, prepare, shuffle_seed, limit, tools=tools)
         self._weights = list(source.weights) if isinstance(source, Mixture) else [1.0]
         self.curriculum = curriculum
-        # A record's number counts through all sources; this lists the number of each source's first record.
+        # Records are numbered through all sources; this lists the number of each source's first record.
         self._starts = list(itertools.accumulate(map(len, self._sources), initial=0))
         self._walks = [_Walk(len(one), shuffle_seed, k) for k, one in enumerate(self._sources)]
-        self._drawn_of = [0] * len(self._sources)  # items decided so far, by source
-        # For each source, the numbers of items decided so far: from the walk, then from each pool with a share.
+        self._drawn_of = [0] * len(self._sources)  # by source: number of items decided so far
+        # For each source: how many items were decided so far, first from the walk, then from each pool with a share.
         self._wanted_of = [[0] * (1 + len(curriculum.config.shares)) for _ in self._sources]
-        self._first, self._ids = 0, []  # position of the first record in `_ids`; numbers of the newest batches' records
+        self._first, self._ids = 0, []  # position of _ids[0]; numbers of the newest batches' records
         self._brought_back = 0
         self._long: list[set[int]] = [set() for _ in self._sources]  # by source: records known to be too long
 
@@ -113,8 +113,8 @@ class ChosenStream(Stream[Item], Generic[Item]):
         if closed + len(self._long[part]) >= len(walk):
             return None
         position, too_long = walk.position, list[TooLong]()
-        # The walk covers two epochs. If only one record may be drawn, the walk may have passed it already, at the
-        # start of this epoch, and reach it again only at the end of the next epoch.
+        # The walk covers two epochs. If only one record may be drawn, the walk may have passed this record at the start
+        # of the present epoch, and may reach it again only at the end of the next epoch.
         for _ in range(2 * len(walk)):
             number = start + walk.next()
             if is_taken(number):
@@ -128,8 +128,8 @@ class ChosenStream(Stream[Item], Generic[Item]):
             too_long.append(item)
             if len(too_long) == MOST_IN_A_ROW:
                 raise self.unfit(MOST_IN_A_ROW)
-        # The walk goes back to its start position. A run that knows all records that are too long never begins this
-        # walk; a resumed run knows none of them and begins it, but must still draw the same records.
+        # No record was found, so the walk goes back to its start position. A run that knows all records that are too
+        # long never begins this walk. A resumed run does not know them and begins it, but must draw the same records.
         walk.position = position
         return None
 
@@ -154,7 +154,7 @@ class ChosenStream(Stream[Item], Generic[Item]):
         """Counts a record of `pool` that is drawn because no other record is left; reports the count at powers of
         ten."""
         self._brought_back += 1
-        if str(self._brought_back).rstrip("0") == "1":  # 1, 10, 100, ...
+        if str(self._brought_back).rstrip("0") == "1":  # logs at 1, 10, 100, ... records
             _log.warning(
                 "%d prompts so far were drawn although postponed or retired, because no other of the %d records was "
                 "left. Give more data, or change data.curriculum.%s.",
@@ -179,7 +179,7 @@ class _Draw(Generic[Item]):
     ) -> None:
         self.stream, self._last_N, self._pool_N = stream, last_N, pool_N
         self._closed = stream.curriculum.config.closed
-        self._needed = len(busy) + count  # of this many records of a pool, at least one is not busy
+        self._needed = len(busy) + count  # among this many records of a pool, at least one is not busy
         self._busy = _ExcludedRecords(self, busy)  # records in batches whose results are not known, or in this batch
         self._mine = _ExcludedRecords(self, ())  # records in this batch
         self._queues: dict[tuple[int, int], _Queue] = {}
@@ -210,7 +210,7 @@ class _Draw(Generic[Item]):
                 for number, item in self._of_pool(k, pool, self._mine):
                     stream.bring_back(pool)
                     yield number, item
-        for k in order:  # reached only if a batch has more prompts than there are records
+        for k in order:  # this is reached only if a batch needs more prompts than there are records
             found = stream.walk(k, lambda number: False, 0)
             yield from [found] if found else []
 

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 
 from podrl.data.tokenizer import ORDINARY, Tokenizer
 
-# Stands for the model's words in renderings, to find the text that a template writes after them. It contains a thought,
-# to notice a template that removes thoughts from earlier turns.
+# Stands for the model's words in renderings, to find the text that a template writes after these words. It contains a
+# thought, to notice a template that removes thoughts from earlier turns.
 _WORDS = "<think>\nfirst\n</think>\n\nthen"
 # Two characters of Unicode's private use area. They enclose a text in a rendering, so that it can be found again.
 _OPEN, _CLOSE = "\ue0f0", "\ue0f1"
@@ -118,11 +118,11 @@ class Dialogue:
             if role != "tool":
                 raise
             return self._role("user")
-        if role == "tool" and "more" not in once.rpartition(_WORDS)[2]:  # the template leaves the tool's turn out
+        if role == "tool" and "more" not in once.rpartition(_WORDS)[2]:  # the template does not write the tool's turn
             return self._role("user")
-        # The two renderings may differ in the white space between turns, as with Hermes' template. This does no
-        # harm, because a sample keeps the tokens that it has. A prompt may end with the opening of a thought, which the
-        # model's words continue.
+        # The two renderings may differ in the white space between turns, as with Hermes' template. This difference does
+        # no harm, because a sample keeps its tokens. A prompt may end with the opening of a thought, which the model's
+        # words continue.
         packed, words = _packed(once), _packed(_WORDS)
         opened = next(n for n in range(len(words), -1, -1) if packed.endswith(words[:n]))
         if again.count(_WORDS) != 2 or not _packed(again).startswith(packed + words[opened:]):
@@ -147,7 +147,7 @@ class Dialogue:
         texts = [text.replace(_OPEN, "").replace(_CLOSE, "") for text in texts]
         whole = self._behind(role, texts)
         written, values = [whole], []
-        for form in (str, str.strip):  # many templates strip a text, but not if it has marks around it
+        for form in (str, str.strip):  # many templates strip a turn's text, but cannot strip it inside the marks
             parts = self._behind(role, [_OPEN + form(text) + _CLOSE for text in texts]).split(_OPEN)
             pairs = [part.partition(_CLOSE)[::2] for part in parts[1:]]
             written, values = [parts[0], *(after for _, after in pairs)], [inside for inside, _ in pairs]

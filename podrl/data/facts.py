@@ -18,7 +18,7 @@ from podrl.data import template
 from podrl.data.problem_generator import ProblemGenerator, RandomDraws
 from podrl.data.template import TextPart
 
-# The name of a town is a beginning and an end.
+# The name of a town is one of the beginnings followed by one of the ends.
 BEGINNINGS = (
     *("Bel", "Dor", "Fen", "Gal", "Hol", "Ist", "Kar", "Lem", "Mar", "Nor", "Ost", "Pel"),
     *("Quin", "Ros", "Sel", "Tor", "Ulm", "Ver", "Wal", "Yor", "Zan", "Bri", "Cas", "Dun"),
@@ -38,7 +38,7 @@ BUILDINGS: Mapping[str, tuple[str, tuple[str, ...], tuple[int, int]]] = {
 }
 BUILT = ("When was the {of} built?", "In which year was the {of} built?")
 _YEARS = (1100, 1990)
-PER_TOWN = 3  # buildings of a town
+PER_TOWN = 3  # number of buildings in each town
 _SEED = 7
 
 

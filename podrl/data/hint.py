@@ -19,7 +19,7 @@ def with_hint(record: Record, fields: TaskFields, hint: str, question_field: str
       fields: fields that the hint may name, as reward functions get them.
       hint: text with names of fields in braces. The hint follows the question, after an empty line. A hint with
         `{prompt}` replaces the question instead, and the question takes the place of `{prompt}`.
-      question_field: name of the field with the question; shape.prompt_field says which field asks.
+      question_field: name of the field with the question; shape.prompt_field says which field holds the question.
 
     Raises:
       ValueError: the record lacks a field that the hint names, the field holds no text, or the conversation has no

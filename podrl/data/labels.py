@@ -19,7 +19,7 @@ from podrl.data.tokenizer import Tokenizer
 from podrl.mappings import Record
 
 _log = logging.getLogger("podrl.data")
-_LOOK = 1000  # number of first records of a source whose labels are compared
+_LOOK = 1000  # the labels of this many first records of a source are compared
 
 
 @dataclasses.dataclass(frozen=True)

@@ -76,7 +76,7 @@ class OpenedSources:
 
     @property
     def unmeasured(self) -> str:
-        """Text that names a record without an answer in a file that evaluations use; '' if all records have answers."""
+        """Text that names a record without an answer in a file that evaluations use; '' if all have answers."""
         lacking = (
             [self.evaluation_unanswered] if self.evaluation is not None else [part.unanswered for part in self.parts]
         )
@@ -148,7 +148,7 @@ class _Key:
         return isinstance(other, _Key) and self._text == other._text
 
 
-@functools.lru_cache(maxsize=64)  # a job opens the same data several times
+@functools.lru_cache(maxsize=64)  # cached, because a job opens the same data several times
 def _opened(key: _Key) -> OpenedSources:
     config, cache = key.config, Cache(key.config.cache)
     evaluation, notes = None, Notes(config.question_field, config.answer_field)
@@ -304,8 +304,8 @@ def _read(
       notes: question hashes and answers of the records; this function adds the notes of the file.
       cache: cache of the records and notes of large files.
       form: function that raises ValueError for records of another form; None if records must have a question.
-      with_question: True allows any form for a record that has a question. An evaluation file needs this, because its
-        records may be prompts or answers.
+      with_question: True accepts a record of any form if it has a question. The records of an evaluation file may be
+        prompts or answers, so the file is read with True.
     """
 
     def check(record: Record, place: str) -> None:

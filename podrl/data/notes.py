@@ -44,8 +44,8 @@ class Notes:
         self._note(record, answered=shape.answers(record, place, self._answer))
 
     def note_any_answer(self, record: Record, place: str) -> None:
-        """Adds the notes of a record that has a completion; its answer field may have any content, because nothing is
-        trained on the field."""
+        """Adds the notes of a record that has a completion. Its answer field may have any content, because nothing is
+        trained on that field."""
         try:
             answered = shape.answers(record, place, self._answer)
         except ValueError:

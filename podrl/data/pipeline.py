@@ -23,7 +23,7 @@ from podrl.mappings import Record, TaskFields
 from podrl.types import Prompts
 
 _log = logging.getLogger("podrl.data")
-_OUTLIER = 4  # warns of a prompt longer than this many times the length that 99 of 100 prompts do not exceed
+_OUTLIER = 4  # a prompt is unusually long if it exceeds this many times the length that 99 of 100 prompts keep
 
 
 class _Task(NamedTuple):
@@ -43,7 +43,7 @@ class PromptStream(BatchStream[_Task]):
     Attributes:
       prompts_per_step: number P of prompts in a step of the whole job.
       steps_per_epoch: number of steps that together have as many prompts as there are records, at least 1.
-      curriculum: pass rates by which prompts are chosen; None if all prompts come in turn.
+      curriculum: pass rates by which prompts are chosen; None if every prompt has its turn.
       unanswered: an entry for each file that has a record without an answer: (text that names the record and its
         fields, reward functions that only the file's source has, possibly none).
       groups: names of the groups that the records' field `group` may have.
@@ -276,7 +276,7 @@ def longest_prompt(config: DataConfig, tokenizer: Tokenizer, *, look: int = 8192
     else:
         found = _longest(config, tokenizer, look)
         if name:
-            with contextlib.suppress(OSError):  # a cache that cannot be written costs time only
+            with contextlib.suppress(OSError):  # if the cache cannot be written, only time is lost
                 cache.store(name, {field: np.asarray(value) for field, value in found._asdict().items()})
     if found.tokens > _OUTLIER * found.usual:
         _log.warning(

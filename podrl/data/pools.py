@@ -1,4 +1,4 @@
-"""Pools of prompts by how often their samples passed: which prompts are easy, hard, postponed or retired."""
+"""Pools of prompts: which prompts are easy, hard, postponed or retired, by how often their samples passed."""
 
 import collections
 import contextlib
@@ -24,18 +24,18 @@ NAMES = ("normal", "easy", "hard", "postponed", "retired")
 class CurriculumConfig:
     """Settings of the choice of prompts by their pass rates; with the defaults every record has its turn.
 
-    A record is visited in each step that trains on its samples. The record's pass rate is a mean over its visits in
-    which the newest visit has the weight of all earlier visits together.
+    A record is visited in each step that trains on its samples. The record's pass rate is a weighted mean over its
+    visits: the newest visit weighs as much as all earlier visits together.
 
     Attributes:
       metric: number that decides whether a sample passes: 'reward', or the name of a reward function.
       pass_at: least value of `metric` with which a sample passes.
       easy_rate: least pass rate, in [0, 1], of an easy prompt.
       hard_rate: largest pass rate, in [0, 1], of a hard prompt.
-      easy_share: share of the prompts that is drawn from the easy prompts; None gives easy prompts their turn among all
-        others.
-      hard_share: share of the prompts that is drawn from the hard prompts; None gives hard prompts their turn among all
-        others.
+      easy_share: share of the prompts that is drawn from the easy prompts; with None, easy prompts have their turn like
+        all others.
+      hard_share: share of the prompts that is drawn from the hard prompts; with None, hard prompts have their turn like
+        all others.
       retire_after: number of successful visits in a row after which a prompt is not drawn again; 0 never retires a
         prompt.
       retire_rate: least share of a visit's samples that must pass for the visit to be successful.
@@ -192,7 +192,7 @@ class Curriculum:
         self.config, self.records = config, records
         self._lag, self._row = 0, -1
         self._lock = threading.Lock()
-        self._at = 0  # the results of the steps before this one are in the table for good
+        self._at = 0  # the results of steps before this step are in the table and are never taken back
         self._newer: dict[int, Results] = {}  # results by step, from step `_at` on
         self._newest = -1  # the last step whose results are known
         # The table after `_table_at` steps; `_table_at` is at least `_at`.
@@ -239,8 +239,8 @@ class Curriculum:
         assert step == self._newest + 1, f"results of step {step} after those of {self._newest}"
         with self._lock:
             self._newer[step], self._newest = results, step
-            # The table must be able to go back so far that a batch can begin again on a host that knows one step less,
-            # or from the previous checkpoint.
+            # The newest results are kept, so that the table can go back: a batch may begin again on a host that knows
+            # one step less, or from the previous checkpoint.
             while self._at < step - 1 - self._lag:
                 self._move(max(self._table_at, self._at + 1))
                 self._before.popleft()

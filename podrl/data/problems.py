@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from podrl.data.problem_generator import ProblemGenerator, RandomDraws
 
-STEPS = (1, 2, 2, 3)  # the number of a problem's steps is drawn from these
+STEPS = (1, 2, 2, 3)  # the number of a problem's steps is drawn from these numbers
 LARGEST = 99
 
 _PEOPLE = (

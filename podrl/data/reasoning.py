@@ -1,7 +1,7 @@
 """Reads problems of the package reasoning-gym (extra [reasoning]), which a separate process generates.
 
 `data.path=reasoning_gym:NAME` names one of its datasets. The package takes seconds to import, so no process that
-trains or samples imports it: podrl.data.reasoning_worker does, and sends records.
+trains or samples imports it: the process podrl.data.reasoning_worker imports it, and sends records.
 """
 
 import dataclasses
@@ -22,8 +22,8 @@ PREFIX = "reasoning_gym:"
 # Seconds for a request; a few datasets generate all their problems before they return the first one.
 _DEADLINE_S = 120.0
 _AT_ONCE = 64  # largest number of records that one request asks for
-# An evaluation of N different questions searches at most this many times N problems; if these have too few different
-# questions, the dataset counts as too small.
+# An evaluation of N different questions searches at most this many times N problems. If these problems have fewer than
+# N different questions, the dataset counts as too small.
 _LOOKED_AT = 20
 
 

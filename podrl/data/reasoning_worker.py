@@ -90,7 +90,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple | set):
         kind = next(kind for kind in (list, tuple, set) if isinstance(value, kind))
         return kind(map(_plain, value))
-    if hasattr(value, "tolist"):  # numpy
+    if hasattr(value, "tolist"):  # a number or an array of numpy
         return _plain(value.tolist())
     return value if isinstance(value, str | int | float | bool | None) else str(value)
 

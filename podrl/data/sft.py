@@ -46,7 +46,8 @@ class SFTConfig:
       tagged_share: share of the targets that keep the reference form. For 'sums' this form is a call of the calculator,
         for 'facts' a search with a cited answer. The other targets are written as a base model might answer. The share
         applies to the targets that podrl writes: the targets of embedded tasks, and of files of questions and answers.
-      full_steps: number of first steps in which every target keeps the reference form, whatever `tagged_share` is.
+      full_steps: number of steps at the start in which every target keeps the reference form, whatever `tagged_share`
+        is.
     """
 
     batch_size: Count = 64
@@ -154,7 +155,7 @@ class _Writer:
         if isinstance(record, Mapping) and record.get("completion") is not None:
             return answers.of_record(record, ("completion",), self._render, self._tokenizer, self._limit)[0]
         prompt, fields = self._render(record)
-        # The 2 keeps these draws apart from the draws that write the problem, for which ProblemGenerator uses 0 and 1.
+        # The 2 keeps these draws apart from the draws that write the problem: there ProblemGenerator uses 0 and 1.
         draw = RandomDraws(self._data.seed, 2, index)
         tagged = index < self._config.full_steps * self._config.batch_size
         tagged = tagged or draw.share() < self._config.tagged_share

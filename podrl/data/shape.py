@@ -64,7 +64,7 @@ def prompt_field(record: Record, question_field: str = QUESTION) -> str:
     """Returns the name of the field that asks the model: 'messages', else 'prompt', else 'question'; '' if none exists.
 
     A `question_field` other than 'question' was chosen by the user: it comes before 'messages' and 'prompt'. A field
-    that is None counts only if no other field asks.
+    with the value None counts only if no other field has a question.
     """
     names = ("messages", "prompt", QUESTION) if question_field == QUESTION else (question_field, "messages", "prompt")
     named = [name for name in names if name in record]
@@ -276,7 +276,7 @@ def fields(record: Record, question_field: str = QUESTION, answer_field: str = A
     `question` is the text of the question. If the record has an answer, `solution` is the text of the answer, and
     `answer` is the part of it after '####', or all of it without '####'. If the record lists several right answers,
     `solution` and `answer` are lists. A record's own field `solution` is kept. All other fields keep their names and
-    values; so do the fields of the question and the answer if their names are not 'question' and 'answer'.
+    values. The fields of the question and the answer keep them too, if their names are not 'question' and 'answer'.
 
     Raises:
       ValueError: the answer is neither a text nor a finite number nor a list of these.

@@ -34,7 +34,7 @@ from podrl.storage.storage import first_line, is_remote, locate
 Check = Callable[[Record, str], None]  # takes a record and its place; raises ValueError
 _JSONL, _ARRAY_RECORD = ".jsonl", ".array_record"
 _MARK = b"\xef\xbb\xbf"  # the byte-order mark, with which some programs begin UTF-8 files
-csv.field_size_limit(1 << 30)  # characters; the library's default, 131,072, is less than a long document has
+csv.field_size_limit(1 << 30)  # in characters; the library's default, 131,072, is too few for a long document
 Made = TypeVar("Made")
 
 
@@ -413,7 +413,7 @@ def _refuse_twice(names: Sequence[str], noun: str) -> None:
 def _csv(file: epath.Path, one_of: Sequence[str], accept: Check) -> Records:
     header: list[str] = []
     records = _Lines(file, lambda text, _: dict(zip(header, next(_csv_rows([text])), strict=True)))
-    # The lines of the row that the csv reader is reading; there are several if a quoted value has line feeds.
+    # The lines of the row that the csv reader is reading; a row has several lines if a quoted value has line feeds.
     rows: list[tuple[int, int, bytes]] = []
 
     def lines(content: io.BufferedIOBase) -> Iterator[str]:
@@ -583,7 +583,7 @@ def _tfds(path: str) -> Records:
         raise ImportError(f"{path} needs TensorFlow Datasets: {install('tfds')}.") from error
     try:
         stored = tfds.data_source(name, split=split, builder_kwargs={"file_format": "array_record"})
-    except (ValueError, OSError) as error:  # its messages list all data sets
+    except (ValueError, OSError) as error:  # the error's own text is long: it lists all data sets
         raise ValueError(f"{path} cannot be opened: {first_line(error)[:200]}.") from error
     return ParsedOnAccess(path, stored, lambda raw, _: {key: _plain(value) for key, value in raw.items()})
 

@@ -14,8 +14,8 @@ from podrl.types import BatchError
 
 Item = TypeVar("Item")
 _log = logging.getLogger(__name__)
-# The largest number of consecutive items that may be too long. One more is an error, because skipping through a large
-# source would look like a hang.
+# The largest number of consecutive items that may be too long. One more such item is an error, because a run that skips
+# through a large source would look like a hang.
 MOST_IN_A_ROW = 10_000
 _REPORT_EVERY = 1000  # number of records after which a check reports its progress again
 
@@ -138,7 +138,7 @@ class Stream(Generic[Item]):
         else:
             (dataset,) = datasets
         dataset = dataset.map_with_index(lambda position, at: self.make_item(position, *at))
-        # No threads read ahead: they would take more time than encoding the few prompts of a step.
+        # No threads read ahead: using them would take more time than encoding the few prompts of a step.
         options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=1)
         self._iterator = iter(dataset.to_iter_dataset(options))
 
@@ -248,8 +248,8 @@ class Stream(Generic[Item]):
         self.too_long |= saved.get("too_long", {})
 
     def _next(self) -> Item:
-        # Two epochs are tried: if only one record fits, it may already be read in this epoch, and come last in the next
-        # epoch.
+        # Two epochs are tried: if only one record fits, the walk may have passed it in this epoch already, and it may
+        # come last in the next epoch.
         tried = min(2 * self.records, MOST_IN_A_ROW)
         for _ in range(tried):
             try:
@@ -267,7 +267,7 @@ class Stream(Generic[Item]):
         self.skipped += 1
         if item.part is not None:
             self.too_long[item.part] += 1
-        if str(self.skipped).rstrip("0") == "1":  # 1, 10, 100, ...
+        if str(self.skipped).rstrip("0") == "1":  # logs at 1, 10, 100, ... items
             _log.warning(
                 "%d skipped so far: longer than %d tokens, which is %s.",
                 *(self.skipped, self._limit.tokens, self._limit.key),

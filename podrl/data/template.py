@@ -32,8 +32,8 @@ class TextPart(NamedTuple):
       text: text as the model reads or writes it.
       learned: True if the model learns to write the text; if False, the model reads it.
       ends: True if the model learns to end its turn after the text.
-      rendered: True if the chat template wrote the text, with the start token if it writes one; if False, the text is
-        plain and has no start token.
+      rendered: True if the chat template wrote the text, and also the start token if the template has one; if False,
+        the text is plain and has no start token.
     """
 
     text: str
@@ -95,4 +95,4 @@ def gsm8k_answer(solution: str) -> str:
     return answer.replace(",", "") if _GROUPED.fullmatch(answer) else answer
 
 
-_GROUPED = re.compile(r"[-+]?\$?\d{1,3}(,\d{3})+(\.\d*)?\D*")  # not 3,4 or (1,200)
+_GROUPED = re.compile(r"[-+]?\$?\d{1,3}(,\d{3})+(\.\d*)?\D*")  # thousands with commas, but not 3,4 or (1,200)

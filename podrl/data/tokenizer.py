@@ -27,7 +27,8 @@ FILES = (
     "additional_chat_templates/tool_use.jinja",
 )
 ORDINARY = -1  # stands for any token that is not special
-# A continuation is encoded after the first of these texts with which it shares no token.
+# A text that continues another text is encoded after an anchor, so that it is not encoded like a beginning. The anchor
+# is the first of these texts with which it shares no token.
 _ANCHORS = ("\n", "0", ".", "a")
 _WORD = "zq0x"  # stands for the model's words, or for a call's name, in a rendering that shows how a turn ends
 _USER_TURN = {"role": "user", "content": "ask"}
@@ -40,7 +41,7 @@ _CALLED = {
 
 
 class _Backend(Protocol):
-    size: int  # largest id plus one
+    size: int  # largest token id plus one
     added: Mapping[int, str]  # texts, by id, of the special tokens that are added to the vocabulary
     special: Mapping[int, str]  # texts, by id, of all special tokens
     # Texts, by id, of tokens that are found before a text is cut into pieces, all of `special` included.
@@ -175,7 +176,7 @@ class Tokenizer:
     @functools.lru_cache(maxsize=64)  # noqa: B019 - a process has few tokenizers
     def _changed_by(self, anchors: tuple[str, ...]) -> bool:
         """Returns True if some text is encoded differently after an anchor than alone, for example because the
-        tokenizer inserts a space."""
+        tokenizer inserts a space before a text that stands alone."""
         words = [(word, self._backend.encode(word)) for word in ("a", "1", "(", " a", "\n\na")]
         behind = [(self._split_behind(anchor, word), ids) for anchor in anchors for word, ids in words]
         return any(own is not None and own != ids for own, ids in behind)
@@ -349,7 +350,7 @@ class Tokenizer:
         if token is not None:
             return self._backend.token_id(token)
         values = (config.get(key) for config in configs for key in [f"{name}_token_id"])
-        none = (None, -1) if name == "pad" else (None,)  # old conversions of Llama write -1 for no padding token
+        none = (None, -1) if name == "pad" else (None,)  # old conversions of Llama write -1 for an absent padding token
         found = next((i for i in values if i not in none), None)
         return None if found is None else self._checked(f"{name}_token_id", found)
 
@@ -398,20 +399,20 @@ class Tokenizer:
             except ValueError:
                 continue
             _, found, tail = text.rpartition(_WORD)
-            # After a call the template first closes the call, so the mark of the turn is the last one.
+            # After a call the template first closes the call, then the turn: so the turn's mark is the last one.
             marks = [i for i in self._backend.encode(tail) if self._is_mark(i)] if found else []
             return next(iter(marks if turn is _ASSISTANT_TURN else reversed(marks)), None)
         return None
 
     def _is_mark(self, token: int) -> bool:
         text = self._backend.marks.get(token, "")
-        return bool(text.strip(" \t\r\n\u2581"))  # Gemma has runs of spaces and line ends among its added tokens
+        return bool(text.strip(" \t\r\n\u2581"))  # some added tokens of Gemma are only spaces or line ends
 
     def _start_of_text(self) -> tuple[int, ...]:
         """Returns the ids that stand before a plain text.
 
-        tokenizer.json lists them. tokenizer.model does not: there they are the start token alone, or nothing if
-        add_bos_token in tokenizer_config.json is false.
+        tokenizer.json lists these ids. tokenizer.model does not list them: with it the text begins with the start token
+        alone, or with nothing if add_bos_token in tokenizer_config.json is false.
         """
         start = self._backend.start
         if start is None:
@@ -571,7 +572,7 @@ class _Json:
         for i, (text, special) in sorted(added.items()):
             if not text:
                 continue
-            if text not in whole:  # a text that is a piece of the vocabulary keeps its id, and is never split any more
+            if text not in whole:  # a piece of the vocabulary keeps its id, and is never split any more
                 add = self._tokenizer.add_special_tokens if special else self._tokenizer.add_tokens
                 add([tokenizers.AddedToken(text, special=special, normalized=False)])
             if (found := self._tokenizer.token_to_id(text)) != i:
@@ -583,7 +584,7 @@ class _Json:
         try:
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         except BaseException as error:
-            # If the parts of a file do not fit together, the library's Rust code may panic: that is not an Exception.
+            # If the parts of a file do not fit together, the library's Rust code may panic, which is no Exception.
             if type(error).__name__ != "PanicException" and not isinstance(error, Exception):
                 raise
             raise ValueError(f"{self._path} cannot encode {text[:80]!a}: {error}") from None
@@ -620,7 +621,7 @@ class _Json:
 
 
 class _SentencePiece:
-    """Encodes and decodes by a SentencePiece model; finds control pieces written in a text, as `tokenizers` does."""
+    """Encodes and decodes by a SentencePiece model. It finds control pieces written in a text, as `tokenizers` does."""
 
     def __init__(self, path: epath.Path, added: Mapping[int, tuple[str, bool]]) -> None:
         """Reads the model.

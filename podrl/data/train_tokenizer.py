@@ -1,10 +1,10 @@
 """Makes the tokenizers of the embedded models: `python -m podrl.data.train_tokenizer --out=DIR [--calls|--search]`.
 
 The tokenizer is a unigram model of the embedded task's language. Every digit, punctuation mark and word of the task is
-a piece of its own. Words of everyday arithmetic and parts of words are pieces as far as the vocabulary has room. All
-other ASCII text is spelled by letters. With --calls, the tags of a tool's call and output are pieces as well, with the
-last ids.
-With --search, the words are those of the task 'facts', and the tags are those of a search and of a citation.
+a piece of its own. Words of everyday arithmetic and parts of words are pieces as far as the vocabulary has room for
+them. All other ASCII text is spelled by letters. With --calls, the tags of a tool's call and output are pieces as well,
+with the last ids. With --search, the words are the words of the task 'facts', and the tags are the tags of a search and
+of a citation.
 
 The trainers of `tokenizers` and SentencePiece are not used. The trainer of `tokenizers` visits words in the random
 order of a hash table, so two runs differ. Both trainers break the few words of so small a language into fragments,
@@ -83,8 +83,8 @@ def train(*, calls: bool = False, search: bool = False) -> tokenizers.Tokenizer:
     room = VOCAB_SIZE - len(CONTROLS) - len(TAGS) - len(TURNS) - len(letters)
     whole = sorted((word for word in count if len(word) > 1), key=lambda word: (-count[word], word))[:room]
     total = sum(count.values())
-    # The score of a word is its log-probability, which is above the score of a fragment; a fragment scores more than a
-    # letter. So a text is cut into nearly the fewest pieces possible.
+    # The score of a word is its log-probability. A word scores more than a fragment, and a fragment more than a letter.
+    # So a text is cut into nearly the fewest pieces possible.
     vocab = [(piece, 0.0) for piece in (*CONTROLS, *TAGS, *TURNS)]
     vocab += [(letter, -20.0) for letter in letters]
     vocab += [(word, round(math.log(count[word] / total), 4)) for word in whole]

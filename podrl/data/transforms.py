@@ -42,7 +42,7 @@ class Length:
     most: Natural = 0
 
     def holds(self, record: Record) -> bool:
-        """True if the record is kept: the field's text is within the bounds; a field that is absent has length 0."""
+        """True if the record is kept, because the field's text is within the bounds; an absent field has length 0."""
         value = record.get(self.field)
         size = 0 if value is None else len(plain.text(value) if isinstance(value, int | float) else str(value))
         return self.least <= size and (not self.most or size <= self.most)
@@ -57,7 +57,7 @@ class Transform:
       rename: new names of fields, by their old names.
       length: bounds of the length of a field's text; records outside them are dropped.
       map: function 'file.py:function' or 'package.module:function', which is called in a process of its own with each
-        record, a dict, and returns the new record, or None to drop the record.
+        record as a dict. It returns the new record, or None to drop the record.
       deadline_s: longest time that `map` may take for 256 records, in seconds.
     """
 

@@ -6,8 +6,8 @@
 
 Topologies are, for example, v4:2x2x1, v5e:2x4, v5p:2x2x4, v6e:16x16 and tpu7x:2x2x1; v5e:2x4*2 is two slices. GPUs of
 one machine are, for example, h100:8 and l4:4; their figures are predicted in part. No weights are needed: if model.path
-is empty, model.size names a published size. Exit codes: 0 everything fits, 1 it does not, or a user error. Plans for
-TPUs need the extra [tpu].
+is empty, model.size names a published size. The exit code is 0 if everything fits, and 1 if something does not fit or
+after a user error. Plans for TPUs need the extra [tpu].
 """
 
 import dataclasses
@@ -120,7 +120,7 @@ def make_report(values: ConfigValues, *, log: Callable[[str], None] | None = Non
             measured.append(measure(program, chip, quick=_QUICK.value and not trainer.predicted, known=known))
             log(f"{program.name}: compiled in {measured[-1].compile_s:.1f} s")
 
-    # All programs are made before the first is compiled, so that contradicting sizes are refused at once.
+    # All programs are made before the first is compiled, so that sizes that contradict each other are refused at once.
     decode, train = programs.rollout_programs(setting), training.training_programs(setting)
     move = programs.weight_move(setting)
     measure_all(decode, (trainer if job.roles.colocated else rollout).chip)

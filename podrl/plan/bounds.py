@@ -59,10 +59,11 @@ def _forward(model: ModelConfig) -> float:
 def least_trainer_seconds(setting: Setting) -> float:
     """Counts the least seconds that the matrix products of the trainer's layers take, at the chip's peak.
 
-    Filled micro-batches count with all tokens of their rows. A token takes 2 operations per weight of the layers'
-    projections, and 4 more in the backward pass (under LoRA 2 more, for activations, and none in the first layer). With
-    remat='full' the forward operations are repeated, except in the last projection of a layer, because no gradient
-    reads its output. Attention, embeddings and the critic are not counted.
+    All tokens of the rows of filled micro-batches count. For each weight of the layers' projections a token takes 2
+    operations in the forward pass and 4 in the backward pass. With LoRA the backward pass takes 2, which are for the
+    gradients of activations, and the first layer needs none. With remat='full' the forward operations are repeated,
+    except in the last projection of a layer, whose output no gradient reads. Attention, embeddings and the critic are
+    not counted.
     """
     model, mesh, training = setting.model, setting.trainer_mesh(), setting.job.trainer
     shape = setting.job.pack_shape(mesh)

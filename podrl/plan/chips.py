@@ -11,15 +11,15 @@ from podrl.config import install, nearest
 from podrl.mesh.chips import CHIPS, GIB, Chip
 
 _MOST_SLICES = 512
-# Slices that GKE offers: https://cloud.google.com/kubernetes-engine/docs/concepts/plan-tpus. In 3 dimensions it also
-# offers every slice whose sizes are multiples of 4.
+# Slices that GKE offers: https://cloud.google.com/kubernetes-engine/docs/concepts/plan-tpus. In 3 dimensions GKE
+# also offers every slice whose sizes are multiples of 4.
 _FLAT = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
 _SMALL = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
 
 
 # GPUs of one machine, by the vendor's data sheets: https://www.nvidia.com/en-us/data-center/h100/ (SXM), .../l4/. The
-# operations are dense bfloat16; the memory is without the driver's share; GPUs exchange bytes at the rate of NVLink in
-# one direction, or at the rate of PCIe.
+# operations are dense bfloat16, and the memory is without the driver's share. The rate at which GPUs exchange bytes is
+# NVLink's in one direction for h100, and PCIe's for l4.
 GPUS = {
     gpu.name: gpu
     for gpu in (
@@ -52,7 +52,7 @@ class Topology:
         return self.chip.name in GPUS
 
     def devices(self, *, copies: int = 1) -> list[Any]:
-        """Returns the devices of `copies` such topologies side by side, for compiling only; slices one after the other.
+        """Returns the devices of `copies` copies of this topology, slice after slice; they are for compiling only.
 
         Raises:
           ValueError: no machine of the generation has this shape.
@@ -135,8 +135,8 @@ def prepare(env: MutableMapping[str, str], purpose: str = "", *, gpus: int = 0) 
     env.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     env.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     env.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-8")  # any type will do: libtpu warns if it finds none
-    # Several processes may compile at once: no hardware is opened.
+    # libtpu normally admits one process at a time. Here several may compile at once, because no hardware is opened.
     env.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     env["JAX_PLATFORMS"] = "cpu"
-    # Programs for absent chips can be written to jax's cache but not read back: jax would warn, and compile them again.
+    # jax can write programs for absent chips to its cache, but not read them: it would warn, and compile them again.
     env["JAX_ENABLE_COMPILATION_CACHE"] = "false"

@@ -20,7 +20,7 @@ from podrl.types import PyTree
 # Options to compile in less time, to learn only whether a program fits: schedules and tiles are not searched.
 QUICK: Mapping[str, object] = (
     {"exec_time_optimization_effort": -1.0}
-    if hasattr(jax.config, "jax_exec_time_optimization_effort")  # jax 0.10; later versions have levels
+    if hasattr(jax.config, "jax_exec_time_optimization_effort")  # jax 0.10: later versions have levels instead
     else {"optimization_level": "O0"}
 )
 
@@ -87,12 +87,12 @@ class CompileResult:
 
     @property
     def missing(self) -> float:
-        """Known bytes by which the program exceeds the capacity; 0 if it fits, and perhaps also if `at_least` is
-        set."""
+        """Known bytes by which the program exceeds the capacity; 0 if the program fits. With `at_least` it may be 0
+        although the program does not fit."""
         return max(0.0, self.peak + self.resident - self.capacity)
 
 
-# Measurements of one job on its topologies, by a key that tells its programs apart.
+# Measurements of the programs of one job on its topologies, by a key that is different for every program.
 CompileCache = MutableMapping[object, "CompileResult"]
 
 
@@ -110,7 +110,7 @@ def measure(program: Program, chip: Chip, *, quick: bool = False, known: Compile
     lowered = program.lower()
     if known is None:
         return _compiled(program, lowered, chip, quick, started, busy)
-    text = hashlib.sha256(lowered.as_text().encode()).digest()  # the text contains the mesh's axes
+    text = hashlib.sha256(lowered.as_text().encode()).digest()  # equal only for equal meshes: the text has their axes
     key = (program.name, program.side, program.by_hand, quick, text)
     if key not in known:
         known[key] = _compiled(program, lowered, chip, quick, started, busy)

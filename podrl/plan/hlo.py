@@ -1,7 +1,7 @@
 """Counts the work of a compiled program from its text: matrix operations, bytes of memory, collectives.
 
 XLA's own cost analysis counts the body of a loop once. Here the body counts as often as the loop runs according to its
-condition; if that number is traced, the caller gives it.
+condition. If the number of runs is a traced value, which the text does not have, the caller passes it.
 """
 
 import dataclasses
@@ -147,9 +147,9 @@ def cost_of(
     Args:
       text: text of the compiled module (`compiled.as_text()`).
       trips: function that returns how often a loop of traced length runs, by its nesting depth among such loops.
-      named: numbers that replace numbers in the text, by name. Name of a `jax.named_scope`: runs of the loops directly
-        in it. Name of a kernel of podrl.engine.page_attention: pages that the kernel reads. GROUPED: largest number of
-        its matrices that this kernel reads.
+      named: numbers to use instead of the numbers in the text, by name. The name of a `jax.named_scope` gives the runs
+        of the loops directly in the scope. The name of a kernel of podrl.engine.page_attention gives the number of
+        pages that the kernel reads. GROUPED gives the largest number of matrices that the kernel GROUPED reads.
       slices: number of slices over which the devices in the text are spread, in order and equally. The text of the
         TPU compiler has the devices of one slice; messages to other slices are found without this number.
     """
@@ -170,7 +170,7 @@ class _Reader:
         host = {"from_host": total.from_host, "to_host": total.to_host}
         return ProgramCost(total.flops, total.bytes, tuple(kinds), tuple(sorted(total.uncounted)), total.read, **host)
 
-    @functools.cache  # noqa: B019 - readers live as long as one text is read
+    @functools.cache  # noqa: B019 - a reader, and with it the cache, lives only while one text is read
     def _computation(self, name: str, depth: int) -> _Sum:
         total = _Sum()
         types = {i.name: i.type for i in self._computations[name]}
@@ -179,7 +179,7 @@ class _Reader:
         return total
 
     def _instruction(self, total: _Sum, i: Instruction, types: Mapping[str, str], depth: int) -> None:
-        if i.opcode in _FREE or i.opcode.endswith(("-done", "-update")):  # counted with their -start
+        if i.opcode in _FREE or i.opcode.endswith(("-done", "-update")):  # -done and -update count with their -start
             return
         if i.opcode == "while":
             count = self._trip_count(i, types)
@@ -224,7 +224,7 @@ class _Reader:
             read += sum(_pages_bytes(types.get(name, ""), pages) for name in i.operands)
         if i.opcode == "custom-call" and i.name.startswith(GROUPED) and GROUPED in self._named:
             read -= sum(_unread_bytes(types.get(name, ""), self._named[GROUPED]) for name in i.operands)
-        if i.opcode.endswith("-start"):  # its type also lists the operands, so `out` counts them
+        if i.opcode.endswith("-start"):  # the type of a start also lists its operands, so `out` counts them
             read = min(read, out)
             return read, out - read
         return read, out
@@ -276,7 +276,8 @@ class _Reader:
         name = called(i, "calls")[0]
         body = self._computations[name]
         inner = {x.name: x.type for x in body}
-        # A collective that runs beside several fusions appears in each of them; the first also has its start.
+        # A collective that runs beside several fusions appears in each of them. It counts only in the first fusion,
+        # which also has the collective's start.
         starts = any("AsyncCollectiveStart" in x.attributes for x in body)
         for x in body:
             if x.opcode == "fusion":
@@ -291,8 +292,8 @@ class _Reader:
     def _fusion_bytes(
         self, i: Instruction, types: Mapping[str, str], body: Sequence[Instruction], inner: Mapping[str, str]
     ) -> tuple[float, float]:
-        """Counts the bytes (read, written) of a fusion: of inputs only the slices that the fusion reads, of outputs
-        only the parts that it updates."""
+        """Counts the bytes (read, written) of a fusion: only the slices of inputs that the fusion reads, and only the
+        parts of outputs that it updates."""
         by_name, users = {x.name: x for x in body}, _users(body)
         read = written = 0.0
         for x in body:

@@ -73,7 +73,7 @@ def cost(step: Step, *, steps: int, chips: int, factor: float, price: float) -> 
       steps: number of steps of the job.
       chips: number of chips of both topologies.
       factor: assumed ratio of the real time of a step to its roofline.
-      price: dollars per chip and hour.
+      price: price of one chip for one hour, in dollars.
     """
     hours = step.step_s * steps * factor / 3600
     return JobCost(hours, hours * chips, hours * chips * price)

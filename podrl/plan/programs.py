@@ -65,8 +65,8 @@ class Program:
       runs: executions per training step.
       resident: bytes per chip of arrays that stay there while the program runs but are not its arguments.
       trips: trip counts of loops of traced length, see `podrl.plan.hlo.cost_of`.
-      experts: number of experts of a layer on one chip; a grouped kernel reads the matrices of at most this number. 0
-        if the kernels get the experts of one layer only, or the model has no experts.
+      experts: number of experts of a layer on one chip; a grouped kernel reads the matrices of at most this many
+        experts. 0 if the kernels get the experts of one layer only, or if the model has no experts.
       by_hand: counts of work to use instead of the counts from the compiled text; None uses the compiled text.
     """
 
@@ -239,7 +239,7 @@ def _decode_work(setting: Setting, mesh: Mesh, steps: int, lanes: float) -> Hand
     # Only the chosen experts compute a lane's token, and experts that no lane has chosen are not read.
     active = weights - routed * (1 - model.chosen_share)
     touched = weights - routed + routed / spread * (1 - (1 - model.chosen_share) ** (lanes * spread))
-    part = lambda heads: heads if heads % tensor else heads // tensor  # noqa: E731  # a chip's heads, if they can be cut
+    part = lambda heads: heads if heads % tensor else heads // tensor  # noqa: E731  # uncut if they do not divide
     attends = [m for m in model.alike() if m.delta is None]
     token = sum(2 * m.num_layers * part(m.num_kv_heads) * m.head_dim for m in attends) * item
     prompt = job.rollout.max_prompt_length / min(job.algo.num_generations, job.rollout.members_per_read)
@@ -291,7 +291,8 @@ def weight_move(setting: Setting) -> WeightMove:
         out = _Ends.of(setting, devices[: len(devices) // 2], devices[len(devices) // 2 :])
     else:
         out = _Ends.of(setting, trainer.devices(), _far(rollout, trainer))
-    # The same move with the sides' slices exchanged: a program must have devices in the first slice of its topology.
+    # The same move with the sides' slices exchanged, to compile the receiving programs: a program must have devices in
+    # the first slice of its topology.
     back = _Ends.of(setting, _far(trainer, rollout), rollout.devices())
     buckets = out.transport.plan.buckets
     largest = max(range(len(buckets)), key=lambda n: buckets[n].bytes)

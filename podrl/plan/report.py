@@ -17,7 +17,7 @@ from podrl.plan.simulate import Outlook
 from podrl.plan.variants import Trial, shortfall
 from podrl.rundir.console import print_table
 
-_MOST_IDLE = 0.6  # share of a step that a side may be idle before the report advises another split of the chips
+_MOST_IDLE = 0.6  # if a side is idle for a larger share of a step, the report advises another split
 
 
 @dataclasses.dataclass(frozen=True)

@@ -34,7 +34,7 @@ class Speeds:
       call_s: seconds of a prefill call of all shards, of about `rollout.prefill_tokens` tokens (rows times length).
       update_s: seconds of log-probabilities and updates of a batch.
       move_s: seconds of a weight move, in which neither side works.
-      begin_s: seconds of a window's other work.
+      begin_s: seconds of all other work of a window, the time in which samples are drawn between two weight moves.
       plan_s: seconds in which the host plans a dispatch.
       score_s: seconds of a batch's rewards, after its last sample.
     """
@@ -276,15 +276,16 @@ def window_work(
     """Counts the decode steps and the prefill calls of a window.
 
     Args:
-      parts: tokens that each sample draws in the window, by batch, the oldest first; 0 if the sample has ended before.
-      left: tokens that each sample still has to draw when the window begins, by batch.
-      whole: tokens that each sample draws in all its windows, by batch; tokens drawn in earlier windows are prefilled
-        with the prompt.
+      parts: by batch, the oldest first: number of tokens that each sample draws in the window; 0 if the sample ended
+        before the window.
+      left: by batch: number of tokens that each sample still has to draw when the window begins.
+      whole: by batch: number of tokens that each sample draws in all its windows. The tokens of earlier windows are
+        prefilled with the prompt.
       load: sizes of the engine and of the batches.
       waits: threshold for the mean share of running samples that end in a dispatch. Above it the engine reads each
         dispatch before it launches another, so that lanes are filled at once (podrl.rollout.players.Pace).
     """
-    # `late` counts lanes of samples whose end is not read yet.
+    # `late` counts the lanes of samples that have ended, but whose end the engine has not read yet.
     steps, free, late = load.rollout.steps_per_dispatch, load.lanes, 0
     queue = collections.deque((b, i) for b, drawn in parts.items() for i, part in enumerate(drawn) if part)
     # By dispatch: the number of samples that end in it, and the steps until the last of them ends.

@@ -1,8 +1,8 @@
 """The trainer's programs of a job, ready to be compiled: updates, log-probabilities of a reference, the critic.
 
 A teacher of on-policy distillation takes the place of the reference: it is frozen, and has an architecture of its own.
-The teacher scores sampled tokens, or once per update the policy's likeliest ids; or the update itself computes the
-teacher's hidden states.
+A job uses its teacher in one of three ways. The teacher scores the sampled tokens; or it scores, once per update, the
+ids that are likeliest under the policy; or the update itself computes the teacher's hidden states.
 """
 
 import dataclasses
@@ -119,7 +119,7 @@ def _actor_programs(setting: Setting) -> tuple[list[Program], float, float]:
         elif teacher is not None and teacher.teacher == "ema":
             scorer_params, own = parameters.join_trainable(held, frozen), trained
         read = batch
-        if job.data.hinted:  # the teacher's prompts are longer
+        if job.data.hinted:  # a hint makes the teacher's prompts longer
             longer = setting.pack_shape(mesh, more=algo.teacher_hint_tokens)
             read = state_lib.abstract_batch(loss.rows, longer, mesh)
         lower, name = lambda: compared.lower(scorer_params, unrouted(_layout(read))), "reference log-probabilities"

@@ -109,7 +109,7 @@ def _knobs(failed: CompileResult, setting: Setting) -> Iterator[Variant]:
 def _try(variant: Variant, failed: CompileResult) -> Trial:
     programs = weight_move(variant.setting).programs if _moves(failed) else programs_of(failed.side, variant.setting)
     program = next((p for p in programs if p.name == failed.name), None)
-    if program is None:  # with this variant the weights move box by box, without a large program
+    if program is None:  # with this variant the weights move in small pieces, without a large program
         return Trial(variant.keys, failed.name, True, 0.0, 0.0, 0.0)
     return _trial(variant.keys, [measure(program, _chip(variant.setting, failed.side), quick=True)])
 
@@ -294,8 +294,8 @@ def _in_own_keys(before: Setting, after: Setting) -> Setting:
 
 
 def _in_order(groups: Sequence["_Group"]) -> list["_Group"]:
-    """Orders groups: first the groups that are always tried, the `last` ones behind the others; then spare groups, mesh
-    by mesh."""
+    """Orders groups: first the groups that are always tried, with the groups marked `last` at their end; then the
+    spare groups, mesh by mesh."""
     return sorted(groups, key=lambda group: 2 if group.spare_of is not None else int(group.last))
 
 
@@ -319,8 +319,9 @@ def differences(before: Setting, after: Setting) -> list[str]:
 
 
 def _total(side: str, variant: Variant, known: CompileCache | None = None) -> Trial:
-    """Compiles a side's programs of every step: memory of the largest, and seconds of all programs up to the first that
-    does not fit.
+    """Compiles the programs that a side runs in every step; stops at the first program that does not fit.
+
+    The trial has the memory of the largest program, and the seconds of all compiled programs.
 
     Nothing is compiled if the lower bound of the side's bytes is already too large.
     """
@@ -386,7 +387,7 @@ def _trainer_candidates(setting: Setting) -> Iterator[_Group]:
                 meshed = _meshed(setting, "trainer", spec)
                 try:
                     rows, shards = planned_rows(meshed), batch_shards(meshed.trainer_mesh())
-                except ValueError:  # the configuration fixes a row length that this seq does not divide
+                except ValueError:  # the configuration fixes a row length that this size of seq does not divide
                     continue
                 spare = "" if shared else family if filled and expert == 1 else None
                 for remat in ("dots", "none", "full"):

@@ -21,7 +21,7 @@ _HEAD = 160
 
 
 class RewardError(BatchError):
-    """A reward function failed; the message names the function, the sample if it is known, and the key to turn."""
+    """A reward function failed; the message names the function, the sample if it is known, and the key to change."""
 
 
 class RewardCall:
@@ -56,7 +56,7 @@ class RewardCall:
         self._total = len(completions) if total is None else total
 
     def of(self, rows: Sequence[int]) -> "RewardCall":
-        """Returns the samples at `rows` of this part, in the order of `rows`."""
+        """Returns a call with only the samples at `rows`, in the order of `rows`."""
         return RewardCall(
             [self.prompts[b] for b in rows],
             [self.completions[b] for b in rows],
@@ -166,8 +166,8 @@ class _Line:
 class OpenBatch:
     """Scores a batch while it is sampled: reward functions are called with the samples that have ended.
 
-    A call takes all waiting samples or, if several calls may run at once, its share of them. Samples accumulate while
-    earlier calls run, so a slow function gets few calls.
+    A call takes all waiting samples or, if several calls may run at once, its share of them. While earlier calls run,
+    further samples wait, so a slow function gets few calls with many samples each.
     """
 
     def __init__(
@@ -249,8 +249,8 @@ class OpenBatch:
         """Reads the rewards that are known so far, without waiting.
 
         Returns:
-          (rewards as in `result`, NaN in all rows for a sample that lacks some; True for each sample that is complete,
-          because all functions have scored it or because it was left out).
+          (rewards as in `result`, NaN in all rows for a sample that lacks a reward; for each sample True if it is
+          complete, because all functions have scored it or because it was left out).
         """
         reward_FB = np.full((len(self._lines), len(self._prompts)), np.nan)
         there_FB = np.zeros(reward_FB.shape, bool)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from podrl.mappings import TurnRecord
 from podrl.rewards.answers import closed_answer
 
-# Possessive quantifiers do not backtrack, so no text of a model makes a match slow.
+# The quantifiers are possessive (`++`): they do not backtrack, so no text of a model makes a match slow.
 _CITED = re.compile(r"""<cite\s++id\s*+=\s*+(["']?+)([^"'<>]++)\1\s*+>((?:[^<]|<(?!/?+cite\b))*+)</cite>""")
 _OPENED = re.compile(r"""<(?:snippet|webpage)\s++id=["']?+([^"'\s<>]++)""")
 _DOCUMENT = re.compile(
@@ -39,7 +39,7 @@ def citations(
 def citation_format(
     prompts: Sequence[str], completions: Sequence[str], turns: Sequence[Sequence[TurnRecord]], **fields: object
 ) -> list[float]:
-    """Scores 0.5 for an answer in its tags, 0.3 for a citation in it, and 0.2 for a tool call that did not fail.
+    """Scores 0.5 for an answer in its tags, plus 0.3 for a citation in it, plus 0.2 for a tool call that did not fail.
 
     These are the weights of DR-Tulu's format reward. `turns` holds the records of each sample's turns.
     """

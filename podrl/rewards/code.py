@@ -12,8 +12,8 @@ from podrl.rewards.answers import closed_answer
 from podrl.rewards.sandbox.host import Sandboxes
 from podrl.rewards.sandbox.messages import ProgramLimits, ProgramTests, ScriptTest, Verdict
 
-# A fence that opens a block: the fence, the language, and the rest of the line, which has no backtick. A fence that
-# closes a block stands alone, or before a tag.
+# Markdown's fences (``` or ~~~) around code. The language may follow an opening fence; the rest of the line has no
+# backtick. A closing fence stands alone on its line, or before a tag.
 _OPENS = re.compile(r"(?<![`~])(`{3,}+|~{3,}+)[ \t]*+([^\s`]*+)[ \t]*+([^`]*+)$")
 _CLOSES = re.compile(r"[ \t]*+(`{3,}+|~{3,}+)[ \t]*+(?:<.*)?$")
 _QUOTE = re.compile(r" {0,3}> ?")  # the mark of a line in a block quote
@@ -32,7 +32,7 @@ _OTHER_LANGUAGE = re.compile(
 _DEFINITION = r"(?:@\w|(?:async )?def \w+\(|class \w+[:(]|import \w|from [\w.]+ import )"
 _DEFINES = re.compile(rf"(?m)^[ \t]*+{_DEFINITION}")
 _LIKE_CODE = re.compile(rf"(?m)^[ \t]*+(?:{_DEFINITION}|print\(|\w+ ?=(?!=))")
-# Matches code that stands on the line of the fence that opens its block. There 'title=a.py' is a setting, not code.
+# Matches code on the line of an opening fence. On this line 'title=a.py' is a setting of the block, not code.
 _FIRST_LINE = re.compile(rf"{_DEFINITION}|print\(|\w+ = \S")
 _log = logging.getLogger(__name__)
 _LEAVE_S = 5.0  # seconds that a sandbox may take beyond its program's wall_s
@@ -167,7 +167,7 @@ def code_of(completion: str) -> str:
     if answer is not None and not _blocks(answer) and not _ONE_LINE.search(answer) and _LIKE_CODE.search(answer):
         return answer
     blocks = _blocks(answer or "") or _blocks(completion)
-    if all(_rank(*block) < 2 for block in blocks):  # no block looks like code, but a block on one line might
+    if all(_rank(*block) < 2 for block in blocks):  # no block looks like code, so blocks on one line count too
         blocks = [_inline(found) for text in (completion, answer or "") for found in _ONE_LINE.finditer(text)] + blocks
     if blocks:
         return blocks[max(range(len(blocks)), key=lambda i: (_rank(*blocks[i]), i))][1]
@@ -177,9 +177,11 @@ def code_of(completion: str) -> str:
 def _rank(language: str, body: str) -> int:
     """Ranks a fenced block from 0 to 4: a block with a higher rank is more likely to be the program.
 
-    4: the block names Python as its language. 3: it defines or imports something. 2: it looks like code in another way.
-    A block that names a known language other than Python cannot have rank 3 or 2. 1: it names no language. 0: all other
-    blocks.
+    4: the block names Python as its language.
+    3: the block defines or imports something, and does not name a known language other than Python.
+    2: the block looks like code in another way, and does not name a known language other than Python.
+    1: the block names no language.
+    0: any other block.
     """
     if _PYTHON.fullmatch(language):
         return 4

@@ -32,8 +32,8 @@ from podrl.workers.user_objects import spec_at, spec_of
 RewardFn = Callable[..., Sequence[float]]
 _log = logging.getLogger(__name__)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 8.0
-_JUDGE_S = 5.0  # seconds after the judge's own deadline in which it may still report an error
-# Text in the error of a function that exceeded a limit -> field of reward.limits that sets the limit.
+_JUDGE_S = 5.0  # seconds that the judge has after its own deadline to report an error
+# If the error of a function has one of these texts, the function exceeded the limit in this field of reward.limits.
 _LIMITS = {
     "MemoryError": "memory_mb",
     "Unable to allocate": "memory_mb",
@@ -87,7 +87,7 @@ class RewardConfig:
     limits: Limits = Limits()
 
     def __post_init__(self) -> None:
-        if self.fns is not reference.DEFAULT:  # a learner replaces the default by its reward_fns
+        if self.fns is not reference.DEFAULT:  # the default is not checked: a learner replaces it by its reward_fns
             self.check_weights()
 
     def check_weights(self) -> None:
@@ -123,7 +123,7 @@ class _Function:
       here: the Python function, if it runs in this process; else None.
       dataset: name of the data set whose records the function scores; '' for all data sets.
       spec_text: the function as the configuration or a record's `reward_fns` names it.
-      general: True if the function also scores records that name no functions.
+      general: True if the function also scores records that name no functions in the field `reward_fns`.
     """
 
     name: str
@@ -397,7 +397,7 @@ class Rewards:
           fields: task fields by name, B values each; reward functions receive them as keyword arguments.
 
         Returns:
-          One row for each function, in the order of `names`; NaN for a sample on which its worker died twice.
+          One row for each function, in the order of `names`; NaN for a sample on which a worker died twice.
 
         Raises:
           ValueError: completions, prompts and fields differ in length.
@@ -507,7 +507,7 @@ class Rewards:
         try:
             return self._values(function, part, self._patiently(function, part, limit))
         except LateWorkerError as error:
-            if function.here is not None:  # a thread cannot be ended
+            if function.here is not None:  # a late call in a thread cannot be ended, so it is an error
                 raise self._late(function, part) from error
         except DiedError as error:
             _log.warning("A worker of reward function %s is replaced: %s", function.name, error)
@@ -600,7 +600,7 @@ class Rewards:
 
     def _call(self, function: _Function, part: RewardCall, deadline_s: float) -> JsonObject:
         if function.here is not None:
-            if isinstance(function.here, _Judge):  # at its own deadline the judge raises an error that says more
+            if isinstance(function.here, _Judge):  # the judge has its own deadline, and its own error says more
                 deadline_s += _JUDGE_S
             return _in_thread(function.here, part, deadline_s)
         assert self._pool is not None
@@ -722,8 +722,8 @@ _JUDGE, _RUBRIC, _CODE = "judge", "rubric", "code"
 MODEL_NAME = "reward_model"
 
 
-# Setting -> names of the built-in functions that read the setting, which has no other reader. reward.text.extract is
-# not here, because a majority vote reads it, too.
+# For each setting: the built-in functions that read it, if nothing else does. So reward.text.extract is not here: a
+# majority vote reads it, too.
 _COMPARED = ("choice", "exact_match", "token_f1", "rouge_l")
 _READ_BY = {
     "text.answer": _COMPARED,
@@ -831,7 +831,7 @@ def _named(fn: str, config: RewardConfig, key: str) -> _Function:
 
 
 def _unique(functions: Sequence[_Function]) -> list[_Function]:
-    """Numbers functions of the same name, so that each function has a metric of its own."""
+    """Adds a number to the names of functions with equal names, so that each function has a metric of its own."""
     seen: dict[str, int] = {}
     renamed = []
     for function in functions:

@@ -21,5 +21,5 @@ def _opened(prompt: str) -> str:
 
 
 def _keeps(text: str) -> bool:
-    # The tags are counted first: with one of each, the pattern has only one place to try.
+    # The tags are counted first, for speed: if each occurs once, the pattern has only one place to try.
     return all(text.count(tag) == 1 for tag in TAGS) and _FORMAT.fullmatch(text) is not None

@@ -139,7 +139,7 @@ def judge_by_rubric(
 
     Args:
       prompts, completions, answers, config, deadline_s: arguments of `judge`.
-      rubrics: criteria of each sample, in a form that `JudgeConfig.rubric` describes; None for `JudgeConfig.criteria`.
+      rubrics: criteria of each sample, in the form of `JudgeConfig.rubric`; None takes `JudgeConfig.criteria`.
 
     Returns:
       For each completion, the weighted sum of its scores (0 to 1 each), divided by the sum of the positive weights. The
@@ -147,7 +147,7 @@ def judge_by_rubric(
 
     Raises:
       ValueError: a record has no criterion of positive weight, or a rubric of another form.
-      JudgeError, ServiceError: errors of `judge`.
+      JudgeError, ServiceError: in the same cases as in `judge`.
     """
     criteria = [_criteria(rubric, config) for rubric in rubrics]
     shown = [
@@ -207,7 +207,7 @@ def _score_of(config: JudgeConfig, question: str, end: float) -> float:
             OSError,
             ValueError,
             http.client.HTTPException,
-        ) as error:  # no reply, or a reply that was not understood
+        ) as error:  # the judge sent no reply, or a reply without a score
             problem = f"the last one failed: {type(error).__name__}: {error}"
             misunderstood += not is_away(error)
             final = misunderstood > config.retries

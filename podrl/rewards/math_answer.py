@@ -12,8 +12,8 @@ from podrl.runtime.plain import references
 
 # Seconds for one answer. math-verify ends a longer comparison by SIGALRM, so it must run on the main thread.
 _LIMIT_S = 5
-# Largest relative difference of values that count as equal. math-verify alone would round to six decimals. Its values
-# have 53 bits, so equal values may differ by rounding.
+# Largest relative difference of values that count as equal. math-verify alone would round them to six decimals. It
+# computes values with 53 bits, so equal values may differ by rounding.
 _RELATIVE = 1e-12
 _SCIENTIFIC = re.compile(r"(?<![\w.])([0-9]+(?:\.[0-9]+)?)[eE]([-+]?[0-9]{1,9})(?!\w|\.\d)")
 
@@ -37,9 +37,9 @@ def math_equal(
     r"""Scores 1 if the answer equals a reference as mathematics (1/2, 0.5 and \frac{1}{2} are equal), else 0.
 
     The answer is the text between the last `<answer>` tags. In a completion without these tags it is the last boxed or
-    final expression that math-verify finds. Plain numbers are compared exactly (`podrl.rewards.numbers`). In an
-    equation such as 'x = 12', every side that is a value must equal the reference, unless the reference is an equation,
-    too.
+    final expression that math-verify finds. Plain numbers are compared exactly (`podrl.rewards.numbers`). If the
+    answer is an equation such as 'x = 12', and the reference is not an equation, every side that is a value must equal
+    the reference.
 
     Raises:
       ImportError: math-verify is not installed.
@@ -53,13 +53,13 @@ def math_equal(
 
 
 def _equal(truth: str, completion: str) -> bool:
-    truth = truth.replace("\\$", "")  # a dollar sign for money
+    truth = truth.replace("\\$", "")  # here a dollar sign means money, not mathematics
     gold = _parsed(truth if "$" in truth or "\\boxed" in truth else f"${truth}$")
     if not gold:
         raise ValueError(f"the reference answer {truth!r} is not mathematics that math-verify can read")
     try:
         return _answers(completion, gold, truth)
-    except Exception:  # noqa: BLE001 - sympy may raise any error on a model's text, which is then no right answer
+    except Exception:  # noqa: BLE001 - sympy may raise any error on a model's text; the answer is then wrong
         return False
 
 
@@ -78,7 +78,7 @@ def _answers(completion: str, gold: list[Any], truth: str) -> bool:
             _same(gold, _parsed(f"${side}$")) for side in others if _CALCULATES.fullmatch(side)
         )
     if (number is not None and numbers.has_unknowns(truth)) or (wanted is not None and numbers.has_unknowns(last)):
-        return False  # math-verify takes the unknowns of '4ab' for a unit, and the number of 'x + y = 7' for its value
+        return False  # math-verify would see a unit in '4ab', and a value in 'x + y = 7'
     if others:
         return all(_same(gold, _parsed(f"${side}$")) for side in [*filter(_is_value, others), last])
     return _same(gold, found) and {_brackets(truth), _brackets(text)} != {"set", "ordered"}
@@ -124,7 +124,7 @@ def _apart(gold: list[Any], found: list[Any]) -> bool:
 
 
 def _is_value(side: str) -> bool:
-    """True if a side of an equation has digits and no names of variables or functions."""
+    """True if a side of an equation has digits, and has no names of variables or functions."""
     bare = re.sub(r"\\[A-Za-z]+", "", side)
     return re.search(r"[0-9]", bare) is not None and re.search(r"[A-Za-z]", bare) is None
 

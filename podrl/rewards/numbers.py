@@ -31,7 +31,7 @@ class Number(NamedTuple):
     def equals(self, other: "Number") -> bool:
         """True if both are the same number; units and currencies are not compared.
 
-        '50%' equals 0.5, and 50 too, because records give shares in either way. It does not equal '0.5%'.
+        '50%' equals 0.5 and also 50, because records write shares in both ways. '50%' does not equal '0.5%'.
         """
         return any(mine == theirs for mine, theirs in self._ratios(other))
 
@@ -43,7 +43,7 @@ class Number(NamedTuple):
         )
 
     def _ratios(self, other: "Number") -> Iterator[tuple[int, int]]:
-        """Pairs of whole numbers in the ratio of this number to `other`, one for each way to understand percent."""
+        """Pairs of whole numbers whose ratio is this number / `other`, one pair for each way to understand percent."""
         mine, theirs = self.top * other.bottom, other.top * self.bottom
         yield mine, theirs
         if self.percent != other.percent:
@@ -54,7 +54,7 @@ class Number(NamedTuple):
         return f"{self.top}/{self.bottom}".removesuffix("/1")
 
 
-# Each answer is read by several reward functions, and a reference once for each sample of its group.
+# Cached, because several reward functions read each answer, and a reference is read for each sample of its group.
 @functools.lru_cache(1024)
 def read(text: str) -> Number | None:
     """Reads the one number that a text gives; None if the text gives no number, or several that differ.
@@ -109,7 +109,7 @@ _FACTORIAL = re.compile(r"[\d)]!")
 _CURRENCY = r"(?:USD|EUR|GBP|CAD|AUD|INR|JPY|CNY|CHF|Rs)"
 _IN_BRACES = r"\{ ?([^{}]{1,200})\}"
 _ARGUMENT = rf"(?:{_IN_BRACES}|([0-9])(?![0-9]))"
-_NO_DIGIT = "(?! ?[0-9]|[.,'_eE][-+0-9])"  # otherwise the digit would become a part of the number before it
+_NO_DIGIT = "(?! ?[0-9]|[.,'_eE][-+0-9])"  # no digit may follow: it would become a part of the number
 _OTHER_FORMS = str.maketrans(
     dict.fromkeys("\u2212\u2010\u2011\u2012\u2013\ufe63\uff0d", "-")
     | {"\uff0b": "+", "\u2044": "/", "\u2215": "/", "\uff0f": "/", "\u00f7": "/", "\uff0e": ".", "\uff0c": ","}
@@ -121,10 +121,10 @@ _OTHER_FORMS = str.maketrans(
     | {"\u2030": "/1000", "\u2031": "/10000"}
 )
 _RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻", "0123456789+-")
-# Rewrites of LaTeX, HTML and Markdown to plain text, applied in this order. Each takes time linear in the text, as the
-# time to try a pattern at one place is bounded.
+# Rewrites of LaTeX, HTML and Markdown to plain text, applied in this order. The time to try a pattern at one place is
+# bounded, so each rewrite takes time linear in the text.
 _REWRITTEN = [
-    (re.compile(r"\A\s*[*\u2022][ \t]+"), ""),  # the mark of a list
+    (re.compile(r"\A\s*[*\u2022][ \t]+"), ""),  # the mark before an item of a list
     (
         re.compile(
             r"\s+|\\(?:left|right|q?quad|(?:display|text)style|[Ll]arge|LARGE|[Hh]uge|small)(?![A-Za-z])|\\[ ()\[\]]"
@@ -185,9 +185,11 @@ def _ascii(char: str) -> str:
     return {"Sc": "$", "Zs": " "}.get(category, char.translate(_OTHER_FORMS))
 
 
-# Longer numbers are malformed: their exact value would cost time and memory that grow faster than the text.
+# A number with more digits counts as malformed: its exact value would cost time and memory that grow faster than the
+# text.
 _MOST_DIGITS = 1000
-# Digits and separators between them, whether or not they make a number, then repeating decimals and a power of ten.
+# A run: digits and separators between them, even if they are no valid number; then repeating decimals, then a power of
+# ten.
 _RUN = (
     r"(?:(?<![\w.])\.)?[0-9](?:[0-9]|[.,'_](?=[0-9])|[ ](?=[0-9]{3}(?![0-9])))*+"
     r"(?:\.?\x01[0-9]++)?+(?:[eE][-+]?[0-9]{1,9}(?!\w|\.\d))?+"
@@ -203,11 +205,11 @@ _SCALES = {
     "trillion": 10**12,
 }
 _SCALES |= {"mn": 10**6, "bn": 10**9, "lakh": 10**5, "crore": 10**7}
-# 'm' and 'b', and a letter after a space, count only if a currency is before the number. Else they may be units, such
-# as metres, bits and kelvin.
+# 'm', 'b' and every letter after a space count only if a currency is before the number. Otherwise they may be units,
+# such as metres, bits and kelvin.
 _LETTERS = {"k": 10**3, "m": 10**6, "b": 10**9}
 _SCALE = re.compile("|".join(_SCALES))
-# Everything after the first run is optional and possessive, so that no text is read twice.
+# All parts after the run `top` are optional, and are matched possessively, so that no text is read twice.
 _NUMBER = re.compile(
     rf"""
     (?P<sign>[-+][ ]?)?+ (?:(?P<money>\$)[ ]?(?P<inner_sign>[-+])?+)?+
@@ -225,7 +227,7 @@ _DECIMAL = re.compile(
     r"([0-9]*|[1-9][0-9]{0,2}(?:,[0-9]{3})+|[1-9][0-9]{0,2}(?:[ ][0-9]{3})+|[1-9][0-9]{0,2}(?:['_][0-9]{3})+|"
     r"[1-9][0-9]?(?:,[0-9]{2})+,[0-9]{3})(?:\.([0-9]*)(?:\x01([0-9]+))?)?(?:[eE]([-+]?[0-9]+))?"
 )
-# Text between two numbers that form a calculation, a ratio or a range, or that stand side by side.
+# The text between two numbers if they form a calculation, a ratio or a range, or stand side by side.
 _JOINS = re.compile(
     r"[ ()]*(?:[-+*/^:,;]|x|X|(?:times|plus|minus|over|divided by|to|by|of|out of|in|per|mod|and)\b)[ ()]*"
     r"|[)\]]?[\[(]?| "
@@ -238,11 +240,11 @@ _UNITS_OF_2 = (
     "|gr|dm|sq|cu|mo|yr|wk|rs|ct|kr|ea|kw)|ms|us|ns|ly|AU|mW|MW|GW|mV|kV|mA|kJ|kN|dB|Pa|eV)"
 )
 _UNKNOWNS = rf"(?:[abcxyz]{{3}}|[a-dw-z]{{4}}|[pqr]{{3}}|(?!{_UNITS_OF_2})[A-Za-z]{{2}})"
-_WHOLE = r"(?![^\W\d_])"  # the word ends here: no letter follows
+_WHOLE = r"(?![^\W\d_])"  # no letter follows, so the word ends here
 _ENDS = r"(?=[ ]?(?:[-+*/^(),;:]|\.(?![A-Za-z])|\Z))"
 _ONES = "one|two|three|four|five|six|seven|eight|nine"
-# Text after a number that makes the number a part of a calculation. '2x' and '2ab' have unknowns, but '2m' and '2cm'
-# have units; '2 n' and '2 a + b' have unknowns, but '2 a day' has words.
+# Text after a number that makes the number a part of a calculation. The pattern tells unknowns ('2x', '2ab', '2 n',
+# '2 a + b') from units ('2m', '2cm') and from words ('2 a day').
 _GOES_ON = re.compile(
     rf"""
     # operators, indices, and brackets
@@ -276,12 +278,12 @@ _FUNCTION = re.compile(
     """,
     re.VERBOSE,
 )
-# Words after a number that are added or multiplied, as in '5 apples + x'.
+# A sum or product with the words after a number, as in '5 apples + x'.
 _ADDS = re.compile(
     r"[A-Za-z)\]\u00b0] ?(?:\+|\*(?! ?(?:[cdk]?m|k?g|s|h)\b)) ?[A-Za-z(]|[A-Za-z)\]\u00b0] - [b-z](?![A-Za-z])"
 )
-# An unknown beside an operator or a coefficient, as in 'x + y', 'x^2' and '4ab', while '5 m + 3 m' has units. The
-# constants e and i do not count.
+# An unknown beside an operator or a coefficient, as in 'x + y', 'x^2' and '4ab'. The units of '5 m + 3 m' and the
+# constants e and i do not count as unknowns.
 _LETTER = r"(?<![A-Za-z])[a-df-hjkn-rt-zA-Z]"
 _UNKNOWN = re.compile(
     rf"{_LETTER} ?[-+*/^] ?[\w(]|[\w)] ?[-+*/^] ?{_LETTER}(?![A-Za-z])"
@@ -322,7 +324,7 @@ class _Side:
             if (before.isalpha() or before == "_") and not signed:
                 continue  # digits of a name, such as x1
             if before == "^" and earlier.isalpha():
-                continue  # the power of a unit, such as cm^2
+                continue  # digits that are the power of a unit, such as cm^2
             gap = text[end:start]
             joined = bool(self.numbers) and _JOINS.fullmatch(gap) is not None
             operated = (before if before != " " else earlier) in tuple("+-*/^")
@@ -347,7 +349,7 @@ def _number(match: re.Match[str]) -> Number:
     top, bottom = _term(match["top"], match["top_power"])
     if match["bottom"]:
         over, under = _term(match["bottom"], match["bottom_power"])
-        if not over or " " in match["top"]:  # '1 200/3' is 400, or 1 and 200/3
+        if not over or " " in match["top"]:  # '1 200/3' may be 1200/3 = 400, or 1 and 200/3
             raise _MalformedError
         top, bottom = top * under, bottom * over
     top += int(match["whole"] or 0) * bottom
@@ -382,7 +384,7 @@ def _term(run: str, power: str | None) -> tuple[int, int]:
 
 
 def _shifted(top: int, bottom: int, ten: str | None) -> tuple[int, int]:
-    """Multiplies a fraction by ten to the power of `ten`, a whole number as text; None for 0."""
+    """Multiplies a fraction by ten to the power of `ten`, which is a whole number as text; None stands for 0."""
     power = int(ten or 0)
     if abs(power) > _MOST_DIGITS:
         raise _MalformedError

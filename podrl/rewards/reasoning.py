@@ -24,9 +24,9 @@ class ReasoningReward:
     reads = ("entry",)
 
     def __init__(self, **settings: Any) -> None:
-        """Stores the settings, which are fields of a TextConfig: its `extract` says where the answer stands."""
+        """Stores the settings, which are fields of a TextConfig; the field `extract` says where the answer stands."""
         self._config = TextConfig(**settings)
-        self._warned: set[str] = set()  # names of datasets
+        self._warned: set[str] = set()  # names of the datasets whose scorer's first error was shown
 
     def __call__(self, prompts: Sequence[str], completions: Sequence[str], **fields: Any) -> list[float]:
         """Scores every completion by its dataset's scorer, from 0 to 1; some datasets give partial scores for almost
@@ -48,7 +48,7 @@ class ReasoningReward:
         scorer, problem = _scorer(task["name"], json.dumps(task["arguments"], sort_keys=True)), task["entry"]
         try:
             return float(scorer(answer, problem))
-        except Exception as error:  # noqa: BLE001 - the line below raises an error if the scorer itself does not work
+        except Exception as error:  # noqa: BLE001 - if the scorer itself does not work, the line below raises
             scorer(problem["answer"], problem)
             if task["name"] not in self._warned:
                 self._warned.add(task["name"])

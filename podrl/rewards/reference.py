@@ -24,12 +24,12 @@ _DIGITS = re.compile(r"[\d.]+")
 def answer_of(completion: str) -> str | None:
     """Extracts the text between the answer tags of a completion in the exact format; None in any other format.
 
-    The format reaches from a line's start to a line's end: reasoning in its tags, then an answer in its tags; there may
-    be text between the two. It is enough to look for the first occurrence of each tag after the previous tag: if later
-    occurrences fit the format, the first ones fit, too.
+    The format begins at a line's start and ends at a line's end: reasoning in its tags, then an answer in its tags, and
+    perhaps text between the two. It is enough to look for the first occurrence of each tag after the previous tag:
+    if later occurrences fit the format, the first occurrences fit, too.
     """
     opened = _OPENS.search(completion)
-    # The reasoning has at least one character.
+    # The search begins one character later, because the reasoning has at least one character.
     reasoned = completion.find("</reasoning>", opened.end() + 1) if opened else -1
     answered = completion.find("<answer>", reasoned + len("</reasoning>")) if reasoned >= 0 else -1
     begin = answered + len("<answer>")
@@ -54,9 +54,13 @@ def answer(
 ) -> list[float]:
     """Scores the answer of a completion in the exact format; with several references, the best score counts.
 
-    The score is 3 for the reference answer, 1.5 if both are equal without surrounding space, 0.5 if the ratio of their
-    numbers is within 0.9-1.1, 0.25 within 0.8-1.2, -1 for any other number, -0.5 for text that is not a number, and 0
-    without the format.
+    3: the answer is the reference.
+    1.5: answer and reference are equal without the space around them.
+    0.5: the ratio of their numbers is within 0.9-1.1.
+    0.25: the ratio is within 0.8-1.2.
+    -1: the answer is any other number.
+    -0.5: the answer or the reference is not a number.
+    0: the completion does not have the format.
     """
     del prompts, fields
     found = zip(map(answer_of, completions), answer, strict=True)

@@ -213,8 +213,8 @@ def _validator(schema: str) -> Any:
     own = {"multipleOf": multiple_of, "divisibleBy": multiple_of, "uniqueItems": unique_items}
     known = {name: check for name, check in own.items() if name in kind.VALIDATORS}
     validator = jsonschema.validators.extend(kind, known)(content, registry=referencing.Registry())
-    # Tries small answers of every JSON type. If a schema refers to itself without looking further into the answer, it
-    # recurses endlessly on one of them.
+    # Small answers of every JSON type try the schema. A schema that refers to itself without looking further into the
+    # answer recurses endlessly on one of them.
     try:
         for probe in (None, 0, "", [], {}, [None], {"": None}):
             validator.is_valid(probe)
@@ -239,7 +239,7 @@ FUNCTIONS: dict[str, tuple[_Scored, str]] = {
 
 
 class TextReward:
-    """One of `FUNCTIONS` as a reward function, with its settings.
+    """A reward function made from one of `FUNCTIONS` and its settings.
 
     Attributes:
       reads: fields that every record must have.

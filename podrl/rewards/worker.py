@@ -1,6 +1,6 @@
 """The process that runs reward functions: `python -m podrl.rewards.worker`, started by podrl.rewards.compose.
 
-The process imports the standard library and what reward functions import, never jax.
+The process imports the standard library and the imports of reward functions, but never jax.
 """
 
 import asyncio
@@ -82,7 +82,7 @@ def _of_fields(fn: Callable[..., object]) -> list[inspect.Parameter]:
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     named = [p for p in parameters if p.kind not in variable]
     if "completions" not in [p.name for p in named]:
-        named = named[2:]  # prompts and completions by position
+        named = named[2:]  # the function gets prompts and completions by position
     return [p for p in named if p.name not in ("prompts", "completions")]
 
 
@@ -129,7 +129,7 @@ _OWN = threading.local()
 
 
 def _await(work: Coroutine[object, Any, object]) -> Any:
-    """Runs a coroutine on this thread's event loop, which stays open, because a module may keep clients bound to it."""
+    """Runs a coroutine on this thread's event loop, which stays open for clients that a module may have bound to it."""
     if not hasattr(_OWN, "runner"):
         _OWN.runner = asyncio.Runner()
     return _OWN.runner.run(work)

@@ -28,7 +28,7 @@ class Table(NamedTuple):
 
 
 class About(NamedTuple):
-    """The page: facts about a run that follow from its settings without its data.
+    """The page about a run: facts that follow from the run's settings, without its data.
 
     Attributes:
       tables: tables, which come first.

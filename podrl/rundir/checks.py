@@ -14,34 +14,34 @@ from podrl.config import percent
 from podrl.mappings import LogRecord
 from podrl.rundir.history import WINDOW, Past, average, number
 
-# Thresholds; docs/doctor.md states them.
+# Bounds beyond which the checks report a finding; docs/doctor.md states them.
 SUPPORT = 0.95  # least rollout/kept_mass
 TRUNCATED = 0.25  # largest share of samples cut off at the token limit
 NO_SIGNAL = 0.8  # largest share of groups with equal rewards
-LONGER = 2.0  # times the length in the first steps
-COLLAPSED = 0.1  # share of the entropy in the first steps
-UNEVEN = 0.5  # share of the evenness in the first steps
-KL_LIMIT = 1.0  # nats per token
-SPIKE = 10.0  # times the median gradient norm
-FAILING = 0.5  # share of a tool's calls
+LONGER = 2.0  # largest ratio of the samples' length to their length in the first steps
+COLLAPSED = 0.1  # least ratio of the entropy to the entropy in the first steps
+UNEVEN = 0.5  # least ratio of the evenness of the experts' load to the evenness in the first steps
+KL_LIMIT = 1.0  # largest KL divergence, in nats per token
+SPIKE = 10.0  # largest ratio of the gradient norm to its median in the steps before
+FAILING = 0.5  # largest share of a tool's calls that fail
 _UNKNOWN = "unknown"  # stands for the tools that models call and that do not exist
-STARVED = 0.25  # share of a step's time
-UNPAID = 0.95  # share of samples with reward 0
-REPEATED = 8  # consecutive repetitions of a piece of text
-SETTLED = 10  # number of steps with a constant value before a check reports it
-WAITS = 0.5  # share of a step's time
-LONGEST = 3.0  # times the mean length of a batch
-TAUGHT = 0.01  # least nats per token between policy and teacher
+STARVED = 0.25  # largest share of a step's time that data, rewards or a checkpoint may take
+UNPAID = 0.95  # least share of samples with reward 0 that is reported
+REPEATED = 8  # number of times in a row that a piece of text occurs, to count as repetition
+SETTLED = 10  # number of steps for which a value must be constant before a check reports it
+WAITS = 0.5  # largest share of a step's time in which the update waits
+LONGEST = 3.0  # least ratio of a batch's longest sample to its mean length, without staleness
+TAUGHT = 0.01  # least divergence between policy and teacher, in nats per token
 COMPARED = 0.5  # least share of tokens with a teacher
-APART = 2.0  # times the divergence in the first steps
-UNLIKELY = 1.5  # times the negative log-probability in the first steps
+APART = 2.0  # largest ratio of the divergence from the teacher to the divergence in the first steps
+UNLIKELY = 1.5  # largest ratio of the negative log-probability to its value in the first steps
 
 Look = Callable[[LogRecord, Past], str]  # describes the fault of a record; '' if there is none
 
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """A row of the table.
+    """A check: one row of the table CHECKS and of docs/doctor.md.
 
     Attributes:
       name: name of the finding.
@@ -149,7 +149,7 @@ def _reproduced(now: LogRecord, past: Past) -> str:
 )
 def _ratio(now: LogRecord, past: Past) -> str:
     value, bound = number(now, "actor/ratio"), 0.01 if past.exact else 0.05
-    # 0 means that no token of the step counts in the loss.
+    # A value of 0 means that no token of the step counts in the loss.
     if not value or not past.on_policy or abs(value - 1) <= bound:
         return ""
     return f"actor/ratio is {value:.4g}, more than {bound:g} away from 1 in a run of one on-policy update a step"
@@ -627,7 +627,7 @@ def _waits(now: LogRecord, past: Past) -> str:
 def _bottleneck(now: LogRecord, past: Past) -> str:
     records = [*past.last, now][-SETTLED:]
     total = sum(number(record, "time/step") or 0 for record in records)
-    if past.steps + 1 < SETTLED + 2 or not total:  # the first steps compile
+    if past.steps + 1 < SETTLED + 2 or not total:  # the first steps are slow, because they compile
         return ""
     for stage in ("data", "reward", "checkpoint"):
         spent = sum(number(record, f"time/{stage}") or 0 for record in records)

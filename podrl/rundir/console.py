@@ -1,7 +1,7 @@
 """Console output of a run: tables, the progress bar, plain lines when the output is not a terminal.
 
-Every console of podrl is made here, with markup off, so that paths, prompts and names of the user are printed as they
-are.
+Every console of podrl is made here. Its markup is off, so that the user's paths, prompts and names are printed
+unchanged.
 """
 
 import sys
@@ -36,7 +36,7 @@ def make_console(
     terminal = (file or (sys.stderr if stderr else sys.stdout)).isatty()
     return rich.console.Console(
         file=file,
-        # Otherwise FORCE_COLOR and TTY_COMPATIBLE, which CI systems set, would colour files too.
+        # Without this, output to files would have colours if FORCE_COLOR or TTY_COMPATIBLE is set, as CI systems do.
         force_terminal=terminal,
         width=None if terminal else width,
         stderr=stderr,
@@ -71,9 +71,9 @@ class TimeLeft:
     def after(self, step: int, seconds: float) -> float | None:
         """Returns the seconds that are left after a step that took `seconds`; None in the first call.
 
-        The first step does not count: it compiles, so its time is untypical. The estimate takes the larger of two
-        times. The clock alone could say that a step takes no time, because a host may learn of two steps at once. The
-        sum of the steps' seconds leaves out the time between the steps.
+        The first step does not count: it compiles, so its time is untypical. The time of the steps so far is the larger
+        of two: the time by the clock, and the sum of the steps' seconds. By the clock alone a step could take no time,
+        because a host may learn of two steps at once. The sum alone leaves out the time between the steps.
         """
         if not self._first:
             self._first, self._began = step, time.monotonic()
@@ -172,6 +172,6 @@ class Progress:
 def _short(value: float) -> str:
     if abs(value) >= 1000:
         return f"{value:,.0f}"
-    if 0 < abs(value) < 0.01:  # a learning rate shows its digits
+    if 0 < abs(value) < 0.01:  # so that a small learning rate shows its digits
         return f"{value:.2e}"
     return f"{value:.3f}" if abs(value) < 10 else f"{value:.1f}"

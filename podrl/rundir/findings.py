@@ -37,7 +37,7 @@ class Finding:
         return f"step {self.step}{at}: {self.name}: {self.text}"
 
     def report(self) -> str:
-        """Writes the finding in short lines: the observation, its consequence, and the key to change."""
+        """Returns the finding as short lines: the observation, its consequence, and the key to change."""
         return f"{self}.\nIt means: {self.meaning}.\nTurn: {self.key}.".replace("\n", "\n   ")
 
 

@@ -21,7 +21,7 @@ _LOST_TIME = {
     "perf/lost_checkpoint": "checkpoint",
     "perf/lost_evaluation": "evaluation",
 }
-# Keys of a plan that hold planned seconds, by the metric that compares a measured time with these seconds.
+# For each metric that compares a measured time with planned seconds: the plan's key with these seconds.
 _PLANNED = {
     "perf/plan_step": "step_s",
     "perf/plan_rollout": "rollout_s",
@@ -93,7 +93,7 @@ class Gauges:
         spent = self._spent
         spent["start"] += sum(values.get(name, 0.0) for name in _BEGINNING)
         spent["evaluation"] += values.get("time/evaluation", 0.0)
-        # The record of an evaluation has no time/step. It has the times since the last step, or since the start.
+        # The record of an evaluation has no time/step. Its times are from the last step on, or from the start.
         if "time/step" not in values:
             spent["checkpoint"] += values.get("time/checkpoint", 0.0)
             counted = (*_BEGINNING, "time/evaluation", "time/checkpoint")

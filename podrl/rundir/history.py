@@ -7,7 +7,7 @@ from typing import Any
 
 from podrl.mappings import ConfigValues, LogRecord
 
-KINDS = ("trace", "step", "sample", "evaluation")  # in the order in which a step writes them
+KINDS = ("trace", "step", "sample", "evaluation")  # kinds of records, in the order in which a step writes the records
 
 
 def kind_of(record: LogRecord) -> str:

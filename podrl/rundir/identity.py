@@ -12,7 +12,7 @@ from podrl.storage.seal import is_sealed, seal, unseal
 from podrl.storage.storage import Place, complete_steps, first_line, locate, write_whole
 
 NAME = "config.json"
-DEFAULTS = "defaults.json"  # defaults of the job's settings
+DEFAULTS = "defaults.json"  # file with the defaults of the job's settings
 # Settings that may change, because no step depends on them: where and when something is written or measured, how many
 # processes share the work, when a run warns or ends, and deadlines.
 _FREE = ("log.", "checkpoint.", "eval.", "compile_cache", "data.cache", "trainer.eval_every_n_steps")
@@ -28,7 +28,7 @@ _FREE += ("roles.eval.hosts", "grpo.mismatch_", "ppo.mismatch_", "env.failed_sha
 # a slower machine, or end at a limit with the advice to change it. The user is told that rewards may change.
 _LIMITS = ("reward.limits.", "reward.deadline_s", "env.deadline_s", "env.call_deadline_s", "env.blocked_s")
 _LIMITS += tuple(f"reward.code.{name}" for name in ("memory_mb", "cpu_s", "wall_s", "threads", "file_mb", "disk_mb"))
-# Values of trainer.offload that place the optimizer's state alike, so that they give the same bits.
+# Values of trainer.offload, in sets: the values of a set place the optimizer's state alike, and so give the same bits.
 _SAME_BITS = ({"none", "reference", "base"}, {"optimizer", "all"})
 _DEADLINE = "_s"  # ending of keys whose value is in seconds
 _ABSENT = "(absent)"
@@ -96,7 +96,7 @@ def plain(config: ConfigValues) -> ConfigValues:
 
 
 def compare(place: str, workdir: pathlib.Path, mine: ConfigValues, defaults: ConfigValues) -> list[str]:
-    """Compares a configuration with that of the run in a directory.
+    """Compares a configuration with the configuration of the run in a directory.
 
     Args:
       place: the run directory as the user named it, which holds the checkpoints.
@@ -114,7 +114,7 @@ def compare(place: str, workdir: pathlib.Path, mine: ConfigValues, defaults: Con
     checkpoints = locate(place) / "checkpoints"
     if not has_steps(workdir, checkpoints):
         return []
-    theirs = read(workdir, checkpoints) or mine  # a run without a configuration can be resumed with any
+    theirs = read(workdir, checkpoints) or mine  # a run without a recorded configuration takes any
     allowed, refused = changes(theirs, mine, defaults)
     if refused:
         raise ValueError(
@@ -128,7 +128,7 @@ def compare(place: str, workdir: pathlib.Path, mine: ConfigValues, defaults: Con
 
 
 def has_steps(workdir: Place, checkpoints: Place) -> bool:
-    """Returns True if the run in a directory has made a step; its settings must be kept only then."""
+    """Returns True if the run in a directory has made a step: from then on its settings must be kept."""
     return bool(complete_steps(checkpoints)) or any("time/step" in record for record in read_metrics(workdir))
 
 

@@ -1,13 +1,13 @@
 """95 % intervals of means over records and of changes of means; Wilson's intervals for shares.
 
-With Wilson's interval a share of 7 in 7 records does not look certain.
+Shares have Wilson's interval, because with the normal interval a share of 7 in 7 records would look certain.
 """
 
 import math
 from collections.abc import Sequence
 
 Z = 1.959964  # 95 % of a normal distribution lie within this number of standard errors of the mean
-_ROUNDING = 1e-9  # equal values may have a standard error up to this, because a float rounds 2/3
+_ROUNDING = 1e-9  # the standard error of equal values may reach this, because floats round values such as 2/3
 _SHARES = ("answer", "partial", "format", "pass", "majority", "pair_accuracy")
 
 
@@ -20,8 +20,8 @@ def share(mean: float, error: float | None, records: float) -> tuple[float, floa
     """Returns Wilson's score interval (1927) of a share, (low, high) within [0, 1].
 
     If records have several samples each, the interval is computed for the number of independent records that would give
-    the same standard error. If all records have the same value, or there is only one record, the error tells nothing,
-    and each record counts once.
+    the same standard error. If all records have the same value, or there is only one record, the error says nothing
+    about this number, and each record counts as independent.
 
     Args:
       mean: mean of the records' values, from 0 to 1.

@@ -1,8 +1,9 @@
-"""Leases: which rollout host serves which part of a batch or evaluates which records, while hosts come and go.
+"""Leases: which rollout host serves which part of a batch, or evaluates which records, while hosts come and go.
 
-The leader cuts an evaluation into leases and gives each lease to a host. It gives the leases of a batch to the hosts
-that have made the batch's groups (podrl.learner.pods.dispatch). Every process learns of every change at once. The
-leases of a lost host go to the other hosts, or to the next host that joins.
+A lease is a part of a task (a batch or an evaluation) that one host must do. The leader cuts an evaluation into leases
+and gives each lease to a host. The leases of a batch go to the hosts that have made the batch's groups
+(podrl.learner.pods.dispatch). Every process learns of every change at once. The leases of a lost host go to the other
+hosts, or to the next host that joins.
 """
 
 import dataclasses
@@ -38,7 +39,7 @@ def evaluation(step: int) -> str:
 
 
 def is_over(name: str, step: int) -> bool:
-    """Returns True if the task called `name`, a batch or an evaluation, belongs to a step before `step`."""
+    """Returns True if the task called `name` belongs to a step before `step`; it may be a batch or an evaluation."""
     return step_of(name) < step
 
 
@@ -73,11 +74,11 @@ class LeasedTask:
 
     Attributes:
       leases: leases of all places of the task.
-      since: the step at which the task was opened.
+      since: step at which the leader opened the task.
       groups: (data index of the first prompt, step at which that prompt was submitted) of each group of a batch, in the
         order of the places; empty for an evaluation and for a batch that could not be made.
       position: data position to save if no other prompt is in flight; '' while other prompts are in flight.
-      change: number of the newest change of the table that changed this task.
+      change: number of the newest change of the leader's table that concerned this task.
     """
 
     leases: tuple[Lease, ...]
@@ -182,7 +183,7 @@ class LeaseClient(Leases):
     def __init__(self, pod: Pod, deadline_s: float, *, changed: Callable[[str], None] = lambda task: None):
         """Stores the arguments; `changed` gets the name of each task whose leases have changed.
 
-        The first calls of `changed` come from `enter`, on the caller's thread; later ones from the thread of `follow`.
+        `enter` makes the first calls of `changed`, on its caller's thread; the thread of `follow` makes later calls.
         """
         super().__init__(pod, deadline_s)
         self._change, self._on_change = 0, changed
@@ -260,7 +261,7 @@ class LeaseServer(Leases):
     """The leader's table, in which it gives leases to hosts.
 
     Attributes:
-      reassigned: number of leases and groups of lost hosts that other hosts have got so far.
+      reassigned: number of leases and groups of lost hosts that the leader has given to other hosts so far.
       regroup: function that is called under `lock` when a host has joined or was lost, after the leases without a host
         have been given to hosts.
     """
@@ -286,8 +287,8 @@ class LeaseServer(Leases):
         # By step: the function that makes the answer to a host that joins at this step.
         self._starts: dict[int, Callable[[], dict[str, Any]]] = {}
         self._change = 0
-        self._dropped = 0  # number of the last change that is no longer offered
-        self._change_of_batch: dict[int, int] = {}  # by step: number of the change that announced the step's batch
+        self._dropped = 0  # number of the last change whose message is not offered any more
+        self._change_of_batch: dict[int, int] = {}  # by step: number of the change that announced its batch
         self.reassigned = 0
         self.regroup: Callable[[], None] = lambda: None
 
@@ -351,7 +352,7 @@ class LeaseServer(Leases):
 
         Args:
           name: name of the task.
-          hosts: the host of each place of the batch; only the host that failed if the batch could not be made.
+          hosts: the host of each place of the batch. If the batch could not be made: only the host that failed.
           joined: True to put neighbouring places of the same host into one lease.
           since, groups, position: attributes of the LeasedTask.
         """
@@ -421,8 +422,8 @@ class LeaseServer(Leases):
         """
         host = int(message.value["process"])
         with self._changed:
-            # A host may ask twice. If it was allowed to leave, the answer must stay yes, even if the other hosts are
-            # lost now.
+            # A host may ask twice. If it was allowed to leave, the answer must stay yes, even if all other hosts have
+            # been lost since.
             has_left = host not in self._members
             may_leave = has_left or (not self._ending() and any(other != host for other in self._members))
             if may_leave and not has_left:

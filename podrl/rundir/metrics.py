@@ -34,7 +34,7 @@ class LogConfig:
     Attributes:
       to: trackers that get metrics and samples too: 'tensorboard', 'wandb', 'mlflow' (the last two are extras).
       project: name of the project in W&B, and of the experiment in MLflow.
-      samples_every: number of steps between samples written to samples.jsonl; 0 writes none.
+      samples_every: number of steps between two steps whose samples are written to samples.jsonl; 0 writes none.
       trace: steps whose samples are recorded token by token in the folder trace: none ('off'), the first and every
         `samples_every`-th ('sampled'), or all ('all', 'updates'). 'updates' also computes weight and clip of every
         token before each update, at the cost of a forward pass. Spans are recorded with every value except 'off'.
@@ -90,7 +90,7 @@ class MetricsLog:
           config: settings that name the trackers.
           start: the first step that will be written.
           run_config: configuration of the run, for W&B and MLflow.
-          marks: result of `marks` after step `start` - 1, with which the files are compared; None compares nothing.
+          marks: result of the method `marks` after step `start` - 1, to compare the files with; None compares nothing.
         """
         self.workdir = pathlib.Path(workdir)
         self.workdir.mkdir(parents=True, exist_ok=True)
@@ -167,7 +167,7 @@ class JsonLinesFile:
     Attributes:
       path: the file.
       size: bytes of all lines so far, including waiting lines.
-      difference: difference between the lines that were found and the mark, such as 'is gone'; '' if there is none.
+      difference: how the lines in the file differ from the mark, such as 'is gone'; '' if they do not differ.
     """
 
     def __init__(self, path: pathlib.Path, start: int, mark: SavedState | None = None):
@@ -176,7 +176,7 @@ class JsonLinesFile:
         Args:
           path: the file.
           start: the first step that will be written.
-          mark: result of `mark` after step `start` - 1, with which the kept lines are compared; None for no mark.
+          mark: result of the method `mark` after step `start` - 1, to compare the kept lines with; None for no mark.
         """
         self.path, self._waiting, self._failing = path, b"", False
         exists = path.exists()
@@ -190,7 +190,7 @@ class JsonLinesFile:
         if not content.startswith(lines):
             write_whole(path, lines)
         elif len(content) > len(lines):
-            os.truncate(path, len(lines))  # unlike a new copy of the file this needs no space on a full disk
+            os.truncate(path, len(lines))  # needs no space on a full disk, unlike a new copy of the file
         self.size, self._sha256 = len(lines), hashlib.sha256(lines)
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 

@@ -38,7 +38,7 @@ class Profiler:
     the others before the step (podrl/rundir/step_barrier.py). A profile that cannot be written never ends a run.
 
     Attributes:
-      planned: (first, last) step of the profile that is planned or under way; None for no profile.
+      planned: (first, last) step of the profile that is planned or being recorded; None for no profile.
     """
 
     def __init__(self, place: str, host: str = "trainer 0", steps: tuple[int, int] | None = None):

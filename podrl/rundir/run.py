@@ -26,7 +26,7 @@ from podrl.storage.mirror import Mirror
 from podrl.storage.storage import StorageError, check, disk_trouble, is_remote, locate, write_whole
 from podrl.workers.child import refuse_inside
 
-OUTSIDE = "outside"  # folder of the recorded answers of tools and agents, which a resumed run reads
+OUTSIDE = "outside"  # folder with answers of tools and agents; a resumed run reads them instead of asking again
 _PATIENCE_S = 120.0  # time limit for copying the files of a run directory, which are small
 
 
@@ -54,7 +54,7 @@ def _no_run_directory(workdir: str | os.PathLike, why: str) -> ValueError:
 
 
 class Run:
-    """Owns the run directory while a `with` block lasts (blocks may be nested); signals then ask the run to stop.
+    """Owns the run directory while a `with` block lasts (blocks may be nested); in a block signals ask the run to stop.
 
     A run directory in a bucket is written to a local directory, whose files are copied to the bucket
     (podrl/storage/mirror.py); checkpoints are written to the bucket directly. The block ends without an error only if
@@ -124,7 +124,7 @@ class Run:
         self.watchdog.informs, self.watchdog.last_words = leads, self.how_to_resume
         self.watchdog.log = self.console.print
         self.command = "the same script"
-        self._last_saved = 0  # newest step known to have a complete checkpoint
+        self._last_saved = 0  # newest step that is known to have a complete checkpoint
         self.profiler = Profiler(self.place)
         self.spans = Spans()
         self.watchdog.on_stage_end = self.spans.add
@@ -241,7 +241,7 @@ class Run:
         return f"Step {step} is saved in {self.place}. Resume with: {self.command}"
 
     def notify_saved(self, step: int) -> None:
-        """Calls the functions of `on_saved`: `step` has a complete checkpoint, so files kept for it can be deleted."""
+        """Calls the functions of `on_saved`: `step` has a complete checkpoint, so files of earlier steps can go."""
         self._last_saved = max(self._last_saved, step)
         for call in self.on_saved:
             call(step)
@@ -274,10 +274,10 @@ class Run:
         return {} if self.metrics is None else self.metrics.marks()
 
     def push(self, *, wait: bool = True) -> None:
-        """Copies all files written so far to the bucket, if the run directory is in one.
+        """If the run directory is in a bucket, copies all files written so far to it.
 
         Args:
-          wait: True to wait until they have arrived, at most 120 s; False to return at once.
+          wait: True to wait until the files have arrived, at most 120 s; False to return at once.
         """
         if self._lock is not None:
             self._lock.check()
@@ -286,7 +286,7 @@ class Run:
                 self._mirror.push(_PATIENCE_S if wait else 0.0)
 
     def hurry(self) -> None:
-        """Makes the copying of new files to the bucket start soon, if the run directory is in one; returns at once."""
+        """If the run directory is in a bucket, makes the next copy of new files start soon; returns at once."""
         if self._mirror is not None:
             self._mirror.hurry()
 
@@ -308,7 +308,7 @@ class Run:
         self.checkpoints = self._checkpoints(savers)
 
     def _last_times(self) -> dict[str, float]:
-        """Returns the seconds of each stage before the first step at the last start of this run, by the stage."""
+        """Returns, by stage, the seconds that each stage before the first step took at the last start of this run."""
         earlier = read_metrics(self.workdir) if self.workdir is not None and self.leads else []
         stages = ("start-up", "restoring", "evaluation")
         return {stage: record[name] for record in earlier for stage in stages if (name := f"time/{stage}") in record}
@@ -350,7 +350,7 @@ class Run:
             self.console.print(text)
 
     def _claim(self) -> None:
-        """Compares the configuration with that of the run in the directory, then writes config.json.
+        """Compares the configuration with the configuration of the run in the directory, then writes config.json.
 
         Raises:
           ValueError: the directory belongs to a run of another configuration; the error names the keys that differ.

@@ -155,7 +155,8 @@ class TensorBoard:
 
         Args:
           directory: directory of the event files; TensorBoard reads them in the order of their names.
-          start: first step that will be written; TensorBoard hides events of this and later steps in earlier files.
+          start: first step that will be written. TensorBoard hides the events of this step and later steps that earlier
+            files hold.
         """
         # Importing tensorboardX takes half a CPU second. If torch is installed, it imports torch too and takes two.
         from tensorboardX import RecordWriter, summary
@@ -200,7 +201,7 @@ class WandB:
         name = read_id(workdir / "wandb_id") or os.urandom(6).hex()
         self._run = wandb.init(project=project, dir=str(workdir), config=dict(run_config), id=name, resume="allow")
         write_whole(workdir / "wandb_id", name)
-        # W&B drops a record with a lower step than its last one. Evaluations during training write such records.
+        # W&B drops a record with a lower step than the last record. Evaluations during training write such records.
         self._step = 0
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -209,7 +210,7 @@ class WandB:
 
     def write_samples(self, step: int, samples: Sequence[LogRecord]) -> None:
         columns, rows = table(samples)
-        # Two names, because samples of training and samples of an evaluation may have the same step.
+        # The tables of training and of evaluation need two names, because their samples may have the same step.
         name = "samples/eval" if "evaluation" in columns else "samples/train"
         self._step = max(self._step, step)
         self._run.log({name: self._wandb.Table(columns=columns, data=rows)}, step=self._step)
@@ -238,7 +239,7 @@ class MLflow:
             run_id = self._client.create_run(experiment, run_name=folder.name).info.run_id
             write_whole(workdir / "mlflow_id", run_id)
             params = [entities.Param(key, str(value)[:500]) for key, value in _flat(run_config)]
-            for first in range(0, len(params), 100):  # a request may hold at most 100
+            for first in range(0, len(params), 100):  # a request may hold at most 100 settings
                 self._client.log_batch(run_id, params=params[first : first + 100])
         self._id = run_id
 

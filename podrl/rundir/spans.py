@@ -16,8 +16,8 @@ NAME = "spans.jsonl"
 _MOST_WAITING = 20_000  # largest number of spans that wait to be taken
 TOOLS = "tools"  # lane of the calls of tools, which overlap
 CALLS = 200  # largest number of tool calls that are kept between two steps; shorter calls are dropped first
-_EVERY = 5  # steps between messages to the process that writes
-_LATER = re.compile(r" at step \d+$")  # part of a stage's name that a span's name leaves out
+_EVERY = 5  # number of steps between two messages with spans to the process that writes them
+_LATER = re.compile(r" at step \d+$")  # this end of a stage's name is left out of the span's name
 _COMPILES = "/jax/core/compile/backend_compile_duration"
 
 
@@ -35,13 +35,13 @@ class Spans:
         self.host = host
         self.compiled = 0.0
         self.send: Callable[[list[Span]], None] | None = None
-        self._clock = time.time() - time.monotonic()  # one offset for all spans, so that they never jump
+        self._clock = time.time() - time.monotonic()  # one offset for all spans, even if the wall clock jumps
         self._spans: deque[Span] = deque(maxlen=_MOST_WAITING)
         self._calls: list[tuple[float, int, Span]] = []  # a heap of (seconds, number, span), shortest first
         self._call_count = 0
         self._lock = threading.Lock()  # protects _calls and _call_count
         self._step = 0
-        self._unsent: list[Span] = []  # spans to send next
+        self._unsent: list[Span] = []  # spans that the next message will send
 
     def add(self, name: str, started: float, ended: float, *, lane: str = "loop", step: int | None = None) -> None:
         """Adds a span.
@@ -96,7 +96,7 @@ class Spans:
     def take(self, step: int | None = None) -> list[Span]:
         """Returns the spans since the last call; spans without a step get the step `step`.
 
-        If `step` is None, spans without a step get the step of the last call, because they were made after it.
+        If `step` is None, these spans get the step of the last call, because they were made after that call.
         """
         spans, self._step = [], self._step if step is None else step
         step = self._step

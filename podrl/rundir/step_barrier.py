@@ -12,7 +12,7 @@ class StepBarrier:
 
     Attributes:
       needed_step: first step whose batch a trainer host may still need, as far as the leader knows.
-      orders: number of orders that each rollout host must have read before it goes on, by the host's address.
+      orders: by rollout host's address: number of the leader's orders that the host must have read before it goes on.
     """
 
     def __init__(self, pod: Pod, run: Run, deadline_s: float):
@@ -20,7 +20,7 @@ class StepBarrier:
         self._stop = self._wished = False
         self._trains = pod.seat.process in pod.seat.hosts.trainer
         self._reached = dict.fromkeys(pod.seat.hosts.trainer, 0)
-        self._words: list[int] = []  # steps whose decision is still offered
+        self._words: list[int] = []  # steps whose decision (continue or stop) the leader still offers
         self.needed_step = 0
         self.orders: Mapping[str, int] = {}
         if pod.leads:
@@ -52,7 +52,7 @@ class StepBarrier:
             word["profile"] = self._run.profiler.decide(step)
             self._pod.channel.put(f"word/{step}", Message(word))
             self._words.append(step)
-            # Rollout hosts are at `step` already, but a trainer may be behind: it still needs older decisions.
+            # Rollout hosts are at `step` already. A trainer may be behind, and then still needs older decisions.
             while self._words[0] < min(step - 1, self.needed_step):
                 self._pod.channel.drop(f"word/{self._words.pop(0)}")
             return

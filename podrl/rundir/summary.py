@@ -40,7 +40,7 @@ def write_summary(workdir: pathlib.Path, extra: JsonObject) -> JsonObject:
         for name in sorted({n for r in records for n in r if n.startswith("time/")})
     }
 
-    # Compiling takes minutes of a short run: steps that compiled count only if every step compiled.
+    # Compiling takes minutes, so steps that compiled count only if every step compiled, as in a short run.
     timed = [r for r in steps if "perf/compile" not in r] or steps
 
     def rate(tokens: str, time: str) -> float | None:
@@ -70,7 +70,7 @@ def write_summary(workdir: pathlib.Path, extra: JsonObject) -> JsonObject:
 def _starts_and_wall_seconds(workdir: pathlib.Path, last: int) -> dict[str, float]:
     """Returns the number of starts of the run, and the wall seconds from the first and from the newest start to now.
 
-    A start that continues from the last step trains nothing. It keeps the seconds of an earlier summary.json.
+    A start that continues from the last step trains nothing; then the seconds of an earlier summary.json are returned.
     """
     if not (starts := gauges.read_starts(workdir)):
         return {}
@@ -162,7 +162,7 @@ def print_before_after(console: rich.console.Console, summary: JsonObject) -> No
             else "not measured"
             for values in (before, after)
         ]
-        if start is None:  # the first evaluation did not have this set of records
+        if start is None:  # the first evaluation lacks this mean, because it did not have this set of records
             rows.append([name, *cells, ""])
             continue
         if name in summary.get("unchanged", ()):  # an interval around 0 would suggest that something may have changed

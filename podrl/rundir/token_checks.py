@@ -125,7 +125,7 @@ def _place(step: TracedStep) -> np.ndarray:
 
 
 def _token(step: TracedStep, bad_X: np.ndarray, at: int | None = None) -> str:
-    """Describes the place of token `at`; `at` None stands for the first bad token."""
+    """Describes the place of token `at` in the step; None stands for the first token that is bad."""
     at = int(np.argmax(bad_X)) if at is None else at
     sample = int(np.searchsorted(step.first, at, side="right")) - 1
     group, member = step.samples["group"][sample], member_of(step.samples["group"])[sample]

@@ -20,7 +20,7 @@ FOLDER = "trace"
 FORMAT = 2  # format 1 had equally many samples of each prompt, and no column `group`
 _FILE = re.compile(r"step_(\d{8,})\.npz")
 _HEADER = "header"
-_LARGEST = 1 << 31  # bytes that a file may unpack to
+_LARGEST = 1 << 31  # largest number of bytes that a file may unpack to, against files that would fill the memory
 
 # Columns over tokens that every trace has, with their types; the algorithm adds more.
 _OF_ROLLOUTS: Mapping[str, type[np.generic]] = {
@@ -32,7 +32,8 @@ _OF_ROLLOUTS: Mapping[str, type[np.generic]] = {
 # Columns that the trainer computes for the trace: each token's log-probability and the entropy of its distribution, in
 # nats.
 SCORES = ("trainer_logprob", "entropy")
-# Columns of `TraceExtras` with log.trace='updates': weight of each token in the step's updates, and 1 if it is clipped.
+# Columns that `TraceExtras` has with log.trace='updates': each token's weight in the step's updates, and 1 if the token
+# is clipped.
 WEIGHTS = ("weight", "clipped")
 _OF_SAMPLES: Mapping[str, type[np.generic]] = {
     "group": np.int32,
@@ -64,8 +65,8 @@ class TraceExtras:
       reward_names: names of the reward functions.
       columns: further numbers of every token, in the sample layout, by name: advantage, trained (1 if the token counts
         in the loss, else 0), return under PPO, and WEIGHTS if the updates are traced.
-      scores: function that fetches SCORES of the first B' samples, each (B', T), under the trainer's weights before the
-        step's first update; None if they are not computed.
+      scores: function that fetches the columns SCORES of the first B' samples, each (B', T), as the trainer gives them
+        before the step's first update; None if they are not computed.
     """
 
     reward_names: Sequence[str]

@@ -16,7 +16,7 @@ from podrl.storage.storage import write_whole
 from podrl.types import Experience
 
 log = logging.getLogger("podrl.trace")
-_WAITING = 8  # number of steps that may wait for the disk; further steps are left out
+_WAITING = 8  # number of steps that may wait for the disk; the trace leaves out further steps
 SPAN_BYTES = 64 << 20
 
 

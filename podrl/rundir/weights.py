@@ -14,7 +14,7 @@ CHANGED = ("token", "prompt", "sample", "place", "advantage", "weight", "weight 
 
 @dataclasses.dataclass(frozen=True)
 class WeightComparison:
-    """Two tables, as texts of cells, about those tokens of a step that count in the loss.
+    """Two tables, as texts of cells, about the tokens of a step that count in the loss.
 
     Attributes:
       counts: rows with the columns of COUNTS, one per sign of the advantage.

@@ -86,7 +86,7 @@ def enter(url: str, environment: MutableMapping[str, str], *, workdir: str | Non
             "lost with the host: give --workdir=gs://BUCKET/RUN or an absolute path."
         )
     target = unpack(url, pathlib.Path(tempfile.gettempdir()))
-    # Some images have podrl only in their working directory, which changes below, so its path is added here.
+    # Some images have podrl only in the working directory, which changes below. So podrl's path is added here.
     package = pathlib.Path(__file__).resolve().parents[2]
     others = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
     environment["PYTHONPATH"] = os.pathsep.join([str(target), str(package), *others])

@@ -2,17 +2,18 @@
 
 Every process is an endpoint. It offers messages, which other processes read by key, and functions, which they call. A
 read of a key that is not offered yet waits at the endpoint that will offer it. A request is sent again until it is
-answered, so an endpoint that was unreachable for a while still gets it; any request may therefore be served twice.
+answered, so that it also reaches an endpoint that was unreachable for a while. Any request may therefore be served
+twice.
 
-Every request names its sender and its receiver by random numbers, which endpoints draw when they start. So two
-endpoints cannot disagree about whether they are connected. An endpoint that was given up (`give_up`) is served nothing
-more: the answer to any of its requests says that it was given up. An endpoint that has taken over the address of
-another one (the next run of the same command) refuses requests for its predecessor. Either answer counts as the loss of
-the connection.
+Every endpoint draws a random number when it starts, and every request names its sender and its receiver by their
+numbers. So two endpoints cannot disagree about whether they are connected. An endpoint that was given up (`give_up`)
+is served nothing more: the answer to any of its requests says that it was given up. The next run of the same command
+may listen at the address of an earlier endpoint: its endpoint refuses requests for the earlier one. The sender of a
+request counts either answer as the loss of the connection.
 
-A stranger can do little harm. Until a connection has proved that it holds the job's key, a frame may not be longer than
-PIECE (longer messages are cut into pieces of that length), and the connection ends after HANDSHAKE_S. A connection that
-never sends a byte does not even take a file descriptor: the kernel keeps the connection.
+A stranger can do little harm. A connection that does not prove within HANDSHAKE_S that it holds the job's key is ended.
+Until the proof, a frame may not be longer than PIECE; longer messages are cut into pieces of this length. A connection
+that never sends a byte does not even take a file descriptor, because the kernel does not hand it over.
 """
 
 import contextlib
@@ -41,18 +42,18 @@ from podrl.runtime.request import LateError as LateError
 from podrl.runtime.request import Request
 from podrl.runtime.sockets import listen, raise_descriptor_limit
 
-# Unanswered requests of lane 0 are repeated after this many seconds. Repeating is a precaution: broken connections are
-# noticed without it, and a call stays unanswered for as long as its handler takes.
+# Unanswered requests of lane 0 are repeated after this many seconds. This is a precaution, because broken connections
+# are noticed anyway. The time is long, because a call stays unanswered for as long as its handler takes.
 RESEND_S = 60.0
-SILENCE_S = 30.0  # only a dead machine is silent so long: compiling does not delay the threads that send heartbeats
-_HEARTBEATS = 6  # heartbeats within SILENCE_S
+SILENCE_S = 30.0  # only a dead machine is silent for so long, because compiling does not delay the heartbeats' threads
+_HEARTBEATS = 6  # number of heartbeats that are sent within SILENCE_S
 HANDSHAKE_S = 10.0
 _SEALED = 64  # bytes that encryption adds to a frame, rounded up
 _SWEEP_S = 1.0  # time between two checks of silent connections
 _READABLE = int(zmq.POLLIN)
 _TURN = 100  # number of messages read from one socket before the next socket's turn
 _NUMBER = 8  # length in bytes of the number of a request or an endpoint
-_GONE = b"gone"  # status of an answer to an endpoint that was given up, or to a request for another endpoint
+_GONE = b"gone"  # status of an answer that refuses an endpoint that was given up, or a request for another endpoint
 
 Handler = Callable[[Message], "Message | futures.Future[Message]"]
 
@@ -75,7 +76,7 @@ class Channel:
     Attributes:
       name: name of this process, for messages: 'trainer 0'.
       address: 'host:port' at which other processes reach this endpoint.
-      number: random number of this endpoint, in hexadecimal; earlier or later endpoints at its address have others.
+      number: random number of this endpoint, in hexadecimal; other endpoints at its address have other numbers.
       traffic: messages and bytes so far.
     """
 
@@ -199,9 +200,9 @@ class Channel:
           kind: 'get' or 'call'.
           key: key of a message, or name of a function.
           message: argument of the function.
-          lane: number of the connection to use; there may be several to the same endpoint. An unanswered request of
-            lane 0 is repeated every RESEND_S. On other lanes answers may take long: their requests are repeated only
-            after the connection broke.
+          lane: number of the connection to use, because there may be several connections to one endpoint. An unanswered
+            request of lane 0 is repeated every RESEND_S. Answers on other lanes may take long, so their requests are
+            repeated only after the connection has broken.
 
         Returns:
           The request in flight; its `wait` returns the answer.
@@ -280,9 +281,9 @@ class Channel:
     def _listen_to(self, sock: zmq.Socket, receive: Callable[[], None]) -> None:
         """Calls `receive` for each message that arrives at a socket.
 
-        A ZeroMQ descriptor shows only that the socket's state has changed since its events were last read, and sending
-        reads the events too. So the events of every socket that was used are read again, while a few hundred silent
-        sockets cost nothing.
+        The file descriptor of a ZeroMQ socket shows only that the socket's state has changed since its events were last
+        read, and sending reads the events too. So after every use of a socket its events are read again. A few hundred
+        silent sockets cost nothing.
         """
         self._sockets[sock] = receive
         self._touched[sock] = None
@@ -308,7 +309,7 @@ class Channel:
             self._jobs.get()()
 
     def _kick(self) -> None:
-        # A full pipe wakes the thread anyway; a closed pipe means that the thread has ended.
+        # Errors are ignored: a full pipe wakes the thread anyway, and a closed pipe means that the thread has ended.
         with contextlib.suppress(OSError):
             self._wake_out.send(b"x")
 

@@ -6,7 +6,7 @@ but on its metadata server; `tpu_vm_metadata` fetches it, and `detect` takes it 
 The module needs only the standard library.
 
 Variables read, by platform (the first that matches decides):
-  flags         none: the flags --coordinator, --process_id and --num_processes describe the cluster.
+  flags         no variables: the flags --coordinator, --process_id and --num_processes describe the cluster.
   pathways      JAX_PLATFORMS names `proxy`; JAX_BACKEND_TARGET is the proxy's address.
   jobset_split  PODRL_PLATFORM=jobset_split with PODRL_ROLE, PODRL_SLICE_INDEX, PODRL_SLICES, PODRL_HOST_INDEX,
                 PODRL_HOSTS_PER_SLICE, PODRL_TRAINER_SLICES, PODRL_TRAINER_HOSTS_PER_SLICE, PODRL_ROLLOUT_SLICES,
@@ -62,10 +62,11 @@ class Cluster:
       topology: the topology that runs here; see docs/design.md.
       process_index: rank of this process in its jax.distributed cluster, from 0; with topology split each role's slice
         may be a cluster of its own.
-      process_count: number of processes in that cluster.
-      role: role of this process, 'trainer' or 'rollout', if the platform decides it; None if the configuration does.
+      process_count: number of processes in the jax.distributed cluster.
+      role: role of this process, 'trainer' or 'rollout', if the platform decides it; None if the configuration
+        decides it.
       slice_index: number of this process's slice among the slices of its role (split) or of the job (multislice).
-      slice_count: number of slices of that role or job.
+      slice_count: number of slices of the role (split) or of the job (multislice).
       coordinator: 'host:port' of process 0 of the cluster, 'unix:FILE' in a pod on one machine; for pathways the
         address of the proxy; '' for a single process.
       channel: 'host:port' at which trainer process 0 listens for the others; '' if the platform does not say.
@@ -92,8 +93,9 @@ class Cluster:
     def distributed_arguments(self) -> dict[str, Any] | None:
         """Returns arguments for `jax.distributed.initialize`, or None if it must not be called.
 
-        The arguments are empty where jax's own detection is right (TPU VM, GKE, multislice). They are complete where it
-        would be wrong: for fake hosts on one machine, and if the roles of one JobSet must not become one cluster.
+        The arguments are empty where jax's own detection is right (TPU VM, GKE, multislice). They are complete where
+        jax's detection would be wrong: for fake hosts on one machine, and for a JobSet whose roles must not become one
+        cluster.
         """
         if self.kind == "pathways" or self.process_count == 1:
             return None

@@ -21,15 +21,15 @@ from podrl.config import plural
 _FAKE = "--xla_force_host_platform_device_count"
 # Files of accelerators' drivers: TPU, NVIDIA, AMD, and CUDA under WSL.
 _DRIVERS = ("/dev/accel*", "/dev/vfio/[0-9]*", "/dev/nvidia*", "/dev/kfd", "/dev/dxg")
-_GOOGLE = "0x1ae0"  # PCI vendor
-_MEET_S = 600.0  # time for the slowest process to compile a program; the channel notices a dead process sooner
+_GOOGLE = "0x1ae0"  # Google's number as a vendor of PCI devices
+_MEET_S = 600.0  # longest wait for the slowest process to compile; the channel notices a dead process sooner
 
 
 def prepare(env: MutableMapping[str, str], *, fake_devices: int) -> None:
     """Sets jax's platform, and appends the number of fake CPU devices to the flags in XLA_FLAGS.
 
-    A count already in XLA_FLAGS wins, and so does JAX_NUM_CPU_DEVICES (jax silently prefers it to XLA_FLAGS). The flag
-    concerns only the CPU platform: on a machine with a GPU or TPU it changes nothing.
+    A count that is already in XLA_FLAGS or JAX_NUM_CPU_DEVICES is kept; jax silently prefers JAX_NUM_CPU_DEVICES.
+    The flag concerns only the CPU platform: on a machine with a GPU or TPU it changes nothing.
 
     Args:
       env: environment to change, usually os.environ.
@@ -76,7 +76,8 @@ def leave_out_libtpu(env: MutableMapping[str, str]) -> None:
 def enable_compile_cache(env: MutableMapping[str, str], cache: str) -> None:
     """Enables jax's compilation cache, so that the next start of a job does not compile the same programs again.
 
-    A directory in JAX_COMPILATION_CACHE_DIR wins. jax recompiles a program that it cannot read from the cache.
+    A directory in JAX_COMPILATION_CACHE_DIR is used instead of `cache`. jax recompiles a program that it cannot read
+    from the cache.
 
     Args:
       env: environment to change, usually os.environ.
@@ -101,7 +102,7 @@ def enable_compile_cache(env: MutableMapping[str, str], cache: str) -> None:
             return  # without a home directory every start compiles
         cache = str(directory)
     env["JAX_COMPILATION_CACHE_DIR"] = cache
-    # Compiling all small programs takes a second; asking a bucket for each of them would take longer.
+    # A bucket gets no small programs: compiling all of them takes a second, asking a bucket for each would take longer.
     env.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1" if "://" in cache else "0")
 
 
@@ -168,7 +169,7 @@ def meet_before_first_runs() -> None:
 
 
 def _processor() -> str:
-    """Returns a name for the processor's instruction set: machines that share a home directory may differ in it."""
+    """Returns a name for the processor's instruction set, in which machines that share a home directory may differ."""
     text = ""
     with contextlib.suppress(OSError):
         lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()

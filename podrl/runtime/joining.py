@@ -45,9 +45,10 @@ def hosts_of(cluster: Cluster, trainer: str, rollout: str, mesh: str = "auto", e
     Args:
       cluster: place of this process.
       trainer: key roles.trainer.hosts of the configuration.
-      rollout: key roles.rollout.hosts.
-      mesh: key roles.rollout.mesh.
-      evaluates: key roles.eval.hosts; if the platform assigns the roles, it must name some of the rollout hosts.
+      rollout: key roles.rollout.hosts of the configuration.
+      mesh: key roles.rollout.mesh of the configuration.
+      evaluates: key roles.eval.hosts of the configuration; if the platform assigns the roles, the key must name some of
+        the rollout hosts.
 
     Raises:
       ValueError: the hosts do not fit the job, or contradict the roles that the platform has assigned.
@@ -179,7 +180,7 @@ def distributed_arguments(cluster: Cluster, seat: Seat, *, heartbeat_s: float) -
     if heartbeat_s < 1:
         raise ValueError(f"--heartbeat_s={heartbeat_s:g} must be at least 1 second, and longer than any compilation.")
     arguments = cluster.distributed_arguments
-    if cluster.kind == "local" and seat.disposable:  # one cluster of all trainers, and one per replica of the rollouts
+    if cluster.kind == "local" and seat.disposable:  # all trainers are one cluster, each rollout replica is one
         trains = seat.process in seat.hosts.trainer
         members = seat.hosts.trainer if trains else seat.hosts.replica_of(seat.process)
         if len(members) == 1:
@@ -237,7 +238,8 @@ def join(cluster: Cluster, seat: Seat, *, deadline_s: float, heartbeat_s: float 
                 f"processes) names: {error} Are there chips on this host (ls /dev/accel* /dev/vfio; on GKE the limit "
                 "google.com/tpu), and is libtpu installed (requirements-tpu.lock)?"
             ) from None
-        if cluster.kind == "flags" and (own := jax.process_index()) != cluster.process_index:  # libtpu numbers hosts
+        # libtpu gives each TPU host a number of its own, whatever --process_id says.
+        if cluster.kind == "flags" and (own := jax.process_index()) != cluster.process_index:
             raise ValueError(
                 f"--process_id={cluster.process_index} on the host that the TPU's topology numbers {own}: start this "
                 f"host with --process_id={own}, and name host 0 by --coordinator."
@@ -253,9 +255,9 @@ def join(cluster: Cluster, seat: Seat, *, deadline_s: float, heartbeat_s: float 
 def gather_replica(pod: Pod, jobs: str, deadline_s: float) -> str:
     """Waits for all processes of this process's replica; returns the address for their jax cluster's coordinator.
 
-    The head of the replica chooses the address once, after all processes of the replica have asked. A process that asks
-    later replaces a lost member of a jax cluster that still runs. The loss will end the cluster; until then the new
-    process keeps asking, and at last it reaches the next head.
+    The head (the first process) of the replica chooses the address once, after all processes of the replica have asked
+    for it. A process that asks later replaces a lost member of a jax cluster that still runs. The loss will end this
+    cluster. Until then the new process keeps asking, and at last it reaches the head of the next cluster.
 
     Args:
       pod: this process's view of the job.

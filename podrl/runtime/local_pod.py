@@ -1,7 +1,7 @@
 """Runs the processes of a pod on one machine: one process per fake host, output prefixed with the process's name.
 
-The exit code is that of the first process that failed. The processes of the pod end with the process that started them,
-even if that process is killed.
+The pod's exit code is the exit code of the first process that failed. The processes of the pod end with the process
+that started them, even if this process is killed.
 """
 
 import contextlib
@@ -34,8 +34,8 @@ _PR_SET_PDEATHSIG = 1
 _LONGEST_PLACE = 60
 # Memory of a process before it has a model: Python, jax and podrl.
 _PROCESS_BYTES = 350 << 20
-# Gloo's line about its connections, or a part of it: Gloo writes it in pieces, and other threads write between them.
-# The numbers are bounded, so that a long run of digits that a program prints takes linear time.
+# Gloo's line about its connections, or a part of the line: Gloo writes it in pieces, and other threads write between
+# the pieces. The numbers are bounded, so that a long run of digits that a program prints takes linear time.
 _GLOO = re.compile(
     rb"(?:\[Gloo\] Rank )?N(?: is connected to )?N peer ranks\. ?|\[Gloo\] Rank N(?: is connected to N)?"
     rb"|Expected number of connected peer ranks is : N".replace(b"N", rb"\d{0,5}")
@@ -69,7 +69,7 @@ class LocalPod:
           replace_rollouts: True if the job goes on when a process that does not train is killed or ends with 42.
           environment: environment of every process. The variables that give a process its place are added, and
             PODRL_SECRET and PODRL_CHANNEL if they are missing.
-          restarts: number of restarts that all processes that do not train may have together.
+          restarts: largest number of restarts, counted over all processes that do not train.
           again: command that starts the job again. The leader prints it; if the leader is killed, it is printed here.
         """
         self._again = again
@@ -80,7 +80,7 @@ class LocalPod:
         self._environment = own | dict(environment) | place
         self._children: dict[int, subprocess.Popen] = {}
         self._threads: list[threading.Thread] = []
-        self._restarts = restarts  # restarts that are left
+        self._restarts = restarts  # number of restarts that are left
         self._stopping = 0  # number of the signal that asked this job to end; 0 if there was none
 
     def run(self) -> int:
@@ -106,7 +106,7 @@ class LocalPod:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            start_new_session=True,  # a Ctrl-C then reaches the child only once, through this process
+            start_new_session=True,  # so that a Ctrl-C reaches the child only once, through this process
             preexec_fn=functools.partial(_die_with, os.getpid()),
         )
         self._children[process] = child
@@ -156,7 +156,7 @@ class LocalPod:
         return failed or 0
 
     def _code(self, code: int) -> int:
-        """Returns the job's exit code after a process failed; a negative `code` is a signal that ended the process."""
+        """Returns the job's exit code after a process failed; a negative `code` means that a signal ended it."""
         if code == -self._stopping:
             return signals.exit_code(self._stopping)
         return EXIT_INFRASTRUCTURE if code < 0 else code
@@ -252,7 +252,7 @@ def _without_chatter(lines: Iterable[bytes]) -> Iterator[bytes]:
         rest = _GLOO.sub(b"", line)
         if (rest == line or rest.strip()) and not _CHATTER.match(rest):
             yield rest
-        if _ABORT in line:  # the process is ending; only the stack of jax's own thread follows
+        if _ABORT in line:  # the process is ending: only jax's own stack follows
             for _ in lines:
                 pass
 

@@ -11,7 +11,7 @@ def free_memory() -> int | None:
     with contextlib.suppress(OSError, ValueError):
         table = dict(line.split(":") for line in pathlib.Path("/proc/meminfo").read_text().splitlines())
         found.append(int(table["MemAvailable"].split()[0]) << 10)
-    with contextlib.suppress(OSError, ValueError):  # a container's limit; without one the file says 'max' (ValueError)
+    with contextlib.suppress(OSError, ValueError):  # ValueError: a container without a limit has 'max' in the file
         group = pathlib.Path("/sys/fs/cgroup")
         limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
         cached = re.search(r"^inactive_file (\d+)$", (group / "memory.stat").read_text(), re.MULTILINE)

@@ -39,7 +39,7 @@ class Message:
 
 
 def encode(message: Message) -> list[bytes | memoryview]:
-    """Encodes a message as frames: checksum and array count, JSON head, one frame per array, one per bulk buffer."""
+    """Encodes a message as frames: checksum and array count; JSON head; a frame per array; a frame per bulk buffer."""
     arrays = {name: np.ascontiguousarray(array) for name, array in message.arrays.items()}
     frames = [array.tobytes() for array in arrays.values()]
     head = {

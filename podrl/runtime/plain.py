@@ -6,7 +6,7 @@ Reward functions run in processes that do not import jax, so this module does no
 import math
 from collections.abc import Sequence
 
-_EXACT = 15  # significant digits that every float holds
+_EXACT = 15  # number of significant digits that every float can hold
 
 
 class LongFloat(float):
@@ -42,7 +42,8 @@ def text(value: object) -> str:
     """
     if isinstance(value, str):
         return value
-    # Imported here, because both need the module `numbers`, and a user's script beside its rewards may have that name.
+    # These imports are late, because both need Python's module `numbers`: a user's script numbers.py, beside the user's
+    # rewards, would replace it.
     import numbers
     from decimal import Decimal
 

@@ -6,9 +6,9 @@ A process that fails tells the leader before it ends. The leader tells all other
 so that no process waits in a collective or a barrier for one that is gone.
 
 A job of topology split goes on when a rollout or evaluation host is lost. From then on the leader's channel refuses the
-requests of that host. If the host was only unreachable for a while, the answer to its next request tells it that it was
-given up, and it ends with exit code 42. A process that comes back to the leader of a later run ends in the same way.
-The next process in the host's place starts from nothing.
+requests of this host. If the host was only unreachable for a while, the answer to its next request tells it that it was
+given up, and it ends with exit code 42. A process that reconnects and finds the leader of a later run also ends with
+code 42. The process that takes the host's place starts from nothing.
 """
 
 import itertools
@@ -29,14 +29,14 @@ from podrl.runtime.watchdog import EXIT_DONE, EXIT_INFRASTRUCTURE, EXIT_PREEMPTE
 
 LEADER = 0
 _log = logging.getLogger("podrl.pod")
-_FAREWELL_S = 5.0  # longest wait for the leader's answer to a process that ends; grace for the leader's own report
+_FAREWELL_S = 5.0  # longest wait of an ending process for the leader's answer; time for the leader's own report
 _LAST_WORDS_S = 15.0  # time for the others to print why they end, before a failed leader ends
-_OVER_S = 30 * 86400.0  # no real limit: the last evaluation may be long, and a lost leader is noticed anyway
-_OVER_LATE_S = 5.0  # time for a process that takes part in the job to leave by itself
-_LAST_S = 10.0  # time for the thread that knows why the job ends to end this process
-_OTHERS_S = 30.0  # time for the other processes to leave after the job is over; longest wait for an address
+_OVER_S = 30 * 86400.0  # longest wait for the end of the job: no real limit, as a lost leader is noticed anyway
+_OVER_LATE_S = 5.0  # time to leave by itself, for a process that takes part in the job
+_LAST_S = 10.0  # time to end this process, for the thread that knows why the job ends
+_OTHERS_S = 30.0  # time to leave, for the other processes after the job is over; longest wait for an address
 _LAST_STEP_S = 0.2  # time that a process needs to end after it has closed its connections
-_LOOK_S = 0.5  # time between two checks of a process's address, and of whether another process must be asked
+_LOOK_S = 0.5  # time between two checks whether a process has a new address, or another process must be asked
 
 
 class MovedError(Exception):
@@ -51,13 +51,14 @@ class Pod:
       name: name of this process: 'trainer 0', 'rollout 1'.
       leads: True on the leader.
       ids: (process id, machine) of each process by its number. On the leader it is complete once all have joined; on
-        another process it holds that process alone.
+        another process it has an entry for this process alone.
       last_words: function that returns the text to print if this process ends because another process has ended: the
         saved step and how to resume.
       on_lost: function that is called on the leader, on the channel's thread, with the number of a rollout process that
         was lost.
-      on_evaluator_lost: function that is called in the same way with the number of a lost evaluation process.
-      wait_sources: functions that describe further waits of this process as text; '' for none.
+      on_evaluator_lost: function that is called like `on_lost`, with the number of a lost evaluation process.
+      wait_sources: functions that describe further waits of this process as text; a function returns '' if there is no
+        wait.
     """
 
     def __init__(self, seat: Seat, *, host: str):
@@ -75,8 +76,8 @@ class Pod:
         self._changes = 0  # number of changes of the roster since it was complete
         self._complete = False  # True if all of the job's first processes have joined
         self._numbers = itertools.count(seat.hosts.count)  # numbers that are free for later processes
-        self._late_numbers: set[int] = set()  # numbers of later processes
-        # The number that each request has got: a request may be served twice, and then gets the same number.
+        self._late_numbers: set[int] = set()  # numbers of the processes that joined later
+        # The number that each request has got. A request may be served twice, and must then get the same number again.
         self._number_of_request: dict[str, int] = {}
         # Numbers reserved for the hosts of a replica that have not asked for theirs yet: by (cluster, index of the
         # replica in the cluster), then by the host's place in the replica.
@@ -296,7 +297,7 @@ class Pod:
         with self._changed:
             returned = process in self._addresses
             if returned and self._endpoints.get(process) == endpoint:
-                return self._differences(who)  # the same request, served twice
+                return self._differences(who)  # the process has joined already: its request was served twice
             previous = next((one for one, there in self._addresses.items() if there == address), None)
             if previous is not None:
                 raise ValueError(
@@ -380,7 +381,8 @@ class Pod:
     def first_to_fail(self) -> bool:
         """Returns True in the one process that prints the full error of a failing job; the others print one line.
 
-        The same error often strikes several processes, or follows from the end of another one. Call this before `fail`.
+        The same error often strikes several processes, or follows from the end of another process. Call this method
+        before `fail`.
         """
         me = Message({"process": self.seat.process})
         if self._ended.is_set():
@@ -423,8 +425,8 @@ class Pod:
     def await_end(self, deadline_s: float) -> None:
         """Waits until the job ends for a reason that another process knows; returns only if the job does not end.
 
-        Call it in a process that has failed, if the leader must handle the failure first, or if the failure probably
-        follows from the failure of another process.
+        A process that has failed calls this method if the leader must handle the failure first, or if the failure is
+        probably the consequence of another process's failure.
         """
         if self._ended.wait(deadline_s):
             time.sleep(_LAST_S)  # the thread that knows the reason prints it and ends the process
@@ -454,7 +456,7 @@ class Pod:
             self._leavers.add(process)
             self._changed.notify_all()
         late = process >= self.seat.hosts.count  # the job goes on after any exit code of a host that joined late
-        # If an evaluation is missed because of this, the next start makes it.
+        # If an evaluation is missed because its host has left, the next start of the job makes the evaluation.
         spared = self.seat.hosts.role(process) == EVAL or self._has_others(process)
         stopped = code == EXIT_PREEMPTED and message.value["text"] and spared
         lost = code == EXIT_INFRASTRUCTURE or stopped or (late and code != EXIT_DONE)
@@ -508,7 +510,7 @@ class Pod:
         self._end(EXIT_INFRASTRUCTURE, f"trainer 0 ({self._leader}) {why}")
 
     def _await_over(self) -> None:
-        """Ends this process soon after the job is over, even if it joined too late to take part and so never leaves."""
+        """Ends this process soon after the job is over, because a process that joined too late never calls `leave`."""
         request = self.channel.request(self._leader, "get", "over", Message())
         try:
             request.wait(1e9, "trainer 0: over")

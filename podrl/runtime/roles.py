@@ -9,8 +9,8 @@ TRAINER, ROLLOUT, EVAL = "trainer", "rollout", "eval"
 class Hosts:
     """The processes of each role, by number in the job, ascending. A single process both trains and generates.
 
-    Processes that join later are rollouts; their numbers and ranks come after those of the processes with which the job
-    begins. The processes of a replica have neighbouring numbers.
+    Processes that join later are rollouts; their numbers and ranks follow the numbers and ranks of the processes with
+    which the job begins. The processes of a replica have neighbouring numbers.
 
     Attributes:
       trainer: processes that train.
@@ -65,7 +65,7 @@ class Hosts:
         return {TRAINER: self.trainer, ROLLOUT: self.rollout, EVAL: self.eval}[self.role(process)].index(process)
 
     def name(self, process: int) -> str:
-        """Names a process for logs: 'rollout 1' is the head of replica 1, 'rollout 1.1' the next process of it."""
+        """Names a process for logs: 'rollout 1' is the head of replica 1, 'rollout 1.1' the replica's next process."""
         role, rank = self.role(process), self.rank(process)
         if role != ROLLOUT or self.replica == 1:
             return f"{role} {rank}"
@@ -145,8 +145,8 @@ def check_own_copies(evaluates: str, hosts: Hosts, mesh: str) -> Hosts:
 def assign(trainer: str, rollout: str, processes: int, mesh: str = "auto", evaluates: str = "") -> Hosts:
     """Assigns roles to the hosts of a job.
 
-    If `trainer` and `rollout` are both '', evaluation hosts are set aside: of the others the first half trains, and the
-    second half generates.
+    If `trainer` and `rollout` are both '', the first half of the hosts that do not evaluate trains, and the second half
+    generates.
 
     Args:
       trainer: host list of the trainers; '' takes the hosts that the other lists leave.

@@ -8,7 +8,7 @@ from typing import IO, Any
 
 _AGAIN = (408, 409, 425, 429)  # status codes, besides every 5xx, after which a request is worth repeating
 _MOST_BYTES = 64 << 20
-# A TimeoutError raised in one of these modules comes from the network; other modules raise it for their own reasons.
+# A TimeoutError that one of these modules raises comes from the network; other modules raise it for their own reasons.
 _NETWORK = {"socket", "ssl", "http", "urllib", "anyio", "httpcore"}
 
 
@@ -75,7 +75,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
         yield error
         if isinstance(error, urllib.error.HTTPError):
             return  # the service answered, so the network did not fail
-        reason: Any = getattr(error, "reason", None)  # urllib sets it
+        reason: Any = getattr(error, "reason", None)  # urllib puts the original error into this attribute
         wrapped = reason if isinstance(reason, BaseException) else error.__cause__
         if wrapped is None and not error.__suppress_context__:
             plain = type(error).__module__ == "builtins" and not isinstance(error, OSError)

@@ -11,7 +11,7 @@ import time
 from types import FrameType
 
 NUMBERS = (signal.SIGTERM, signal.SIGINT)
-_PATIENCE_S = 10.0  # time for the main thread to unwind; inside a compiler it runs no signal handler
+_PATIENCE_S = 10.0  # time for the main thread to unwind; while it is inside a compiler, it runs no signal handler
 
 
 class StoppedError(KeyboardInterrupt):
@@ -23,9 +23,9 @@ class StoppedError(KeyboardInterrupt):
 
 
 def exit_code(number: int) -> int:
-    """Returns the exit code for a signal: 75 (preempted) for SIGTERM, so that its sender may restart the command.
+    """Returns the exit code for a signal: 75 (preempted) for SIGTERM, and 130 for Ctrl-C, as in shells.
 
-    For Ctrl-C it is 130, as in shells.
+    The code 75 tells the sender of SIGTERM that the command may be started again.
     """
     return 130 if number == signal.SIGINT else 75
 
@@ -39,7 +39,7 @@ def sentence(number: int) -> str:
 def leave_on_signals(*, unwind: bool) -> None:
     """Makes SIGTERM and Ctrl-C end this process, with a sentence and `exit_code`.
 
-    Call it again to restore the handlers after a library may have replaced them.
+    Call this function again to restore the handlers if a library may have replaced them.
 
     Args:
       unwind: True to raise `StoppedError` in the main thread, so that open files and sockets are closed; if this takes
@@ -57,8 +57,8 @@ def raise_swallowed() -> None:
     """Raises `StoppedError` again if an earlier one was raised and lost.
 
     Python discards an exception that is raised in a finalizer, in a callback of a weak reference or in a callback of
-    the garbage collector, and a signal may arrive there (jax has such a callback). Call it right after this module's
-    handlers were replaced.
+    the garbage collector. A signal may arrive in one of them, and jax has such a callback. Call this function right
+    after this module's handlers were replaced.
     """
     global _raised
     number, _raised = _raised, None
@@ -96,7 +96,7 @@ def _watch() -> None:
         while numbers := os.read(receiver, 64):
             for number in (n for n in numbers if n in NUMBERS and leaves(n)):
                 time.sleep(_PATIENCE_S if _unwinds else 0.5)
-                if leaves(number):  # otherwise training has begun meanwhile, and its own handler deals with the signal
+                if leaves(number):  # if not, training has begun meanwhile, and the run's handler deals with the signal
                     _leave(number)
 
     _watcher = threading.Thread(target=watch, name="podrl-signals", daemon=True)

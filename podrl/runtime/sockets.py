@@ -3,7 +3,7 @@
 import resource
 import socket
 
-_SILENT_S = 600  # how long the kernel withholds a silent connection from the process
+_SILENT_S = 600  # seconds for which the kernel keeps a silent connection from the process
 _WAITING = 4096  # number of connections that may wait to be accepted
 _DESCRIPTORS = 1 << 16
 
@@ -22,7 +22,7 @@ def listen(host: str, port: int) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if hasattr(socket, "TCP_DEFER_ACCEPT"):  # Linux
+        if hasattr(socket, "TCP_DEFER_ACCEPT"):  # only Linux has this option
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, _SILENT_S)
         listener.bind((host, port))
         listener.listen(_WAITING)

@@ -57,7 +57,8 @@ class Watchdog:
     takes more than 3 s, the watchdog explains the stage. SIGUSR1 prints the stacks at any time.
 
     Attributes:
-      wait_sources: functions that describe the waits of this process as text, '' for none; printed with the stage.
+      wait_sources: functions that describe the waits of this process as text, or return '' if there is no wait; the
+        texts are printed with the stage.
       last_words: function that returns the text to print before the process ends: what is saved, and how to resume.
       log: function that prints a line about a stage that takes more than 3 s; None prints nothing.
       expected: seconds that each stage took when it ran last, if known; the line about a slow stage shows them.
@@ -86,7 +87,7 @@ class Watchdog:
     def stage(self, name: str) -> Iterator[None]:
         """Marks the current stage of the loop for the time of the `with` block.
 
-        Of nested stages only the innermost is watched, and its seconds do not count for the outer ones.
+        Of nested stages only the innermost is watched, and its seconds do not count for the stages around it.
         """
         started = time.monotonic()
         self._stages.append((name, started))

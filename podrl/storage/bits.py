@@ -1,8 +1,8 @@
 """Checksums of sharded arrays, computed on their devices: the same for every layout, different for any flipped bit.
 
 The checksum of an array is the sum over its elements of bits x weight(position), modulo 2^32. The weight of a position
-is the product of one odd hash per dimension. So any single flipped bit changes the sum, and exchanged values change it
-except by chance. A device sums its own shard; only sums cross devices.
+is the product of one odd hash per dimension, and so it is odd: any single flipped bit changes the sum. If two values
+are exchanged, the sum changes too, except by chance. Each device sums its own shard, and sends only that sum.
 """
 
 import functools
@@ -25,8 +25,8 @@ K = TypeVar("K", bound=Hashable)
 
 _UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 _RUNS = 8
-_BLOCK = 1 << 12  # elements that one iteration of the loop adds
-_SMALL = 1 << 17  # elements up to which a shard is reduced without the loop
+_BLOCK = 1 << 12  # number of elements that one iteration of the loop in `_sum_runs` adds
+_SMALL = 1 << 17  # a shard of at most this many elements is reduced without that loop
 
 
 def leaf_name(path: Sequence[object]) -> str:
@@ -38,7 +38,7 @@ def leaf_name(path: Sequence[object]) -> str:
 
 
 def tree_sums(tree: PyTree) -> dict[str, int]:
-    """Computes the checksum of every array of a tree, by `leaf_name`; waits for the devices.
+    """Returns the checksum of every array of a tree, by the array's `leaf_name`; waits for the devices.
 
     All processes that hold a part of an array, and no others, call this together and get the same result.
     """
@@ -195,7 +195,7 @@ def _weights(d: int, size: int, start: ArrayLike) -> UInt32[Array, " i"]:
 
 def _words(x: Array) -> UInt32[Array, "..."]:
     """Returns the bit pattern of every element; a 64-bit element becomes the weighted sum of its two halves."""
-    if x.dtype in (jnp.bool_, jnp.int4, jnp.uint4):  # an element narrower than a byte: its value
+    if x.dtype in (jnp.bool_, jnp.int4, jnp.uint4):  # these elements use less than a byte: their values are the words
         return x.astype(jnp.uint32)
     if x.dtype.itemsize == 8:
         halves = jax.lax.bitcast_convert_type(x, jnp.uint32)

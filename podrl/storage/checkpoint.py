@@ -30,7 +30,8 @@ log = logging.getLogger("podrl.checkpoint")
 _DAMAGED = "damaged_checkpoint_"
 _EMPTY = "empty."
 _UNFINISHED = ".orbax-checkpoint-tmp"  # ending of the names of directories whose save is not finished
-# The longest time for which Orbax's threads go on writing after their save has failed, and the pause between looks.
+# The longest time for which Orbax's threads go on writing after their save has failed, and the pause between two
+# removals of the files that they have written meanwhile.
 _WRITERS_STOP_S, _LOOK_AGAIN_S = 10.0, 0.2
 
 
@@ -44,8 +45,8 @@ class CheckpointConfig:
         after the last step and on preemption.
       keep: number of newest checkpoints to keep.
       keep_every: checkpoints of steps that are multiples of this number are also kept; 0 for none.
-      keep_hours: further checkpoints are kept, from the oldest on, if at least this number of hours lies between two of
-        them; 0 for none.
+      keep_hours: least number of hours between two further checkpoints that are kept, chosen from the oldest on; 0 for
+        none.
     """
 
     every: Natural = 50
@@ -76,10 +77,10 @@ class RestoredCheckpoint:
 class Checkpoints:
     """The checkpoints of one directory.
 
-    `save` returns as soon as the device arrays are copied, and the checkpoint is written in the background. Its
-    directory gets the final name last, so a process that is killed leaves either a complete checkpoint or none. If a
-    save fails, for example because the disk is full, the error is logged and counted in `failures`; training goes on,
-    and older checkpoints stay.
+    `save` returns as soon as the device arrays are copied, and the checkpoint is written in the background. The
+    checkpoint's directory gets its final name last, so a process that is killed leaves either a complete checkpoint or
+    none. If a save fails, for example because the disk is full, the error is logged and counted in `failures`; training
+    goes on, and older checkpoints stay.
 
     Every checkpoint holds checksums of its leaves, computed on the devices before anything is copied. When the leaves
     are read, the checksums are computed on the devices again, so a bit that a disk or a copy changed is noticed.
@@ -124,8 +125,8 @@ class Checkpoints:
             cleanup_tmp_directories=True,
             create=False,
             multiprocessing_options=self._multiprocessing(),
-            # In the foreground, making the directories takes 7 ms on a disk. In the background, if they cannot be made
-            # (no inode left), threads wait for them for five minutes, and the process cannot exit before.
+            # In the foreground, making the directories takes 7 ms on a disk. In the background, Orbax's threads would
+            # wait five minutes for directories that cannot be made (no inode left), and the process could not exit.
             async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
         )
         return ocp.CheckpointManager(self.directory, options=options)

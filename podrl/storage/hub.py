@@ -1,4 +1,4 @@
-"""Names of models and data sets of the Hugging Face hub: pins them, and copies the files to this host.
+"""Names of models and data sets of the Hugging Face hub: pins each name to a commit, and copies the files to this host.
 
 A model's name is 'ORG/NAME' or 'ORG/NAME@REVISION'; a data set's name is 'hf:ORG/NAME[@REVISION][:CONFIG]:SPLIT'.
 Files are downloaded to the hub's own cache (HF_HOME), once for all processes of a host; cached files are used when the

@@ -27,7 +27,8 @@ BEAT_S = 10.0
 EXPIRY_S = 60.0
 NAME = "lock"
 _ANSWER_S = 10  # deadline of one request to the bucket
-# A process that was killed just now still looks alive. A process that just took the lock has not written its name yet.
+# Seconds to wait before the lock is refused: a process that was killed just now still looks alive, and a process that
+# has just taken the lock has not written its name yet.
 _GRACE_S = 2.0
 _DYING_S = 10.0  # a killed process holds its lock until the kernel has freed its memory
 _log = logging.getLogger("podrl.lock")
@@ -134,7 +135,7 @@ class Lock:
         while True:
             free, other = self._record.lock(), self._record.read()
             alive, waited = other and other.alive(), time.monotonic() - started
-            # The owner ran on another machine: only its lease counts, because its kernel lock may outlive its machine.
+            # The owner ran on another machine: only its lease counts, because a kernel lock may outlive the machine.
             if self._record.leased and other is not None and alive is None:
                 if first is None:
                     text = "%s is locked by %s: waiting up to %.0f s to see whether that process still runs."
@@ -223,7 +224,7 @@ class _File:
 
 
 class _Object:
-    """The owner's record in an object of a bucket, replaced only if the object has the version that was read last."""
+    """The owner's record in an object of a bucket; `write` fails if another process has written it since `read`."""
 
     leased = True
 

@@ -1,6 +1,6 @@
 """Tells local disks from file systems that other machines see, too.
 
-Hosts whose Python has only the standard library import this file, with podrl/runtime/detect.py.
+This file and podrl/runtime/detect.py import only the standard library: some hosts that use them have nothing else.
 """
 
 import pathlib
@@ -30,7 +30,7 @@ def _file_system(path: str, mounts: str) -> str:
         if len(fields) < 3:
             continue
         point = pathlib.PurePosixPath(fields[1].replace("\\040", " "))
-        # A later line mounted over the same point hides the earlier one, hence >=.
+        # Of two lines with the same mount point the later one hides the earlier one, hence >=.
         if (wanted == point or point in wanted.parents) and len(point.parts) >= best:
             best, kind = len(point.parts), fields[2]
     return kind

@@ -48,7 +48,7 @@ class CheckpointRecord:
             values = json.loads(path.read_bytes())
             if not isinstance(values, dict):
                 raise ValueError(f"it holds {type(values).__name__}")
-            names = [field.name for field in dataclasses.fields(cls) if field.name != "step"]  # older records lack it
+            names = [field.name for field in dataclasses.fields(cls) if field.name != "step"]  # older ones have no step
             if not is_sealed(values) and not set(names) & set(values):
                 return cls(values, None, None, None)
             values = unseal(values)

@@ -24,7 +24,8 @@ class SealedLines:
       records: (number of the line, from 1; its object) of every undamaged line, in their order.
       damaged: (number of the line, description of the damage) of every damaged line, without a torn last line.
       unsealed: numbers of the lines in `records` that have no checksum, because an older podrl wrote them.
-      torn: bytes of an incomplete last line, whose write was interrupted before it was reported as done; 0 for none.
+      torn: number of bytes of an incomplete last line, whose write was interrupted before it was reported as done; 0 if
+        there is none.
     """
 
     records: list[tuple[int, JsonObject]]

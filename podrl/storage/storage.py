@@ -51,7 +51,7 @@ def locate(path: str | os.PathLike) -> Place:
         raise ImportError(f"{url} is in a bucket, which needs gcsfs: {install('gcs')}.")
     import fsspec.config
 
-    # Without this gcsfs caches listings, while other processes (and tensorstore in this one) write to the directories.
+    # Otherwise gcsfs caches listings of directories, to which other processes (and tensorstore in this process) write.
     fsspec.config.conf.setdefault("gcs", {})["use_listings_cache"] = False
     return epath.Path(url)
 
@@ -81,7 +81,7 @@ def check(path: str | os.PathLike, key: str, *, writes: bool = False) -> None:
     url = os.fspath(locate(path))
     import google.cloud.storage  # noqa: F401 - imported here, so that the slow import does not count as waiting
 
-    # After a timeout the thread remains, still waiting.
+    # After a timeout the thread goes on waiting for the bucket: Python cannot end a thread.
     answer: concurrent.futures.Future[None] = concurrent.futures.Future()
     threading.Thread(target=_answer, args=(answer, url, key, writes), name="podrl-bucket", daemon=True).start()
     try:
@@ -97,7 +97,7 @@ def _answer(answer: "concurrent.futures.Future[None]", url: str, key: str, write
     """Puts the result or the error of `_probe` into a future."""
     try:
         answer.set_result(_probe(url, key, writes=writes))
-    except BaseException as error:  # noqa: BLE001 - raised where the answer is waited for
+    except BaseException as error:  # noqa: BLE001 - the future raises it in the thread that waits
         answer.set_exception(error)
 
 

@@ -75,7 +75,7 @@ def _serve(runs: Sequence[RunFiles], host: str, port: int) -> int:
         print(f"{', '.join(run.name for run in runs)}: {address}  (Ctrl-C ends)", flush=True)
         hosts = ["*"] if token else ["127.0.0.1", "localhost", "[::1]"]
         app = application(runs, token=token, hosts=hosts)
-        # If httptools is installed, uvicorn would use it, and then set no bound on the head of a request.
+        # uvicorn would choose httptools if it is installed, and would then set no bound on the head of a request.
         config = uvicorn.Config(app, http="h11", log_level="warning", access_log=False)
         uvicorn.Server(config).run(sockets=[listening])
     return 0

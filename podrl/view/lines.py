@@ -8,7 +8,7 @@ from typing import Any
 from podrl.mappings import JsonObject
 from podrl.storage.storage import Place, is_remote
 
-_AT_ONCE = 1000  # lines
+_AT_ONCE = 1000  # number of lines that are parsed in one call
 
 
 class JsonLinesReader:

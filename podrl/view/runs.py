@@ -34,7 +34,7 @@ _PLANNED = {
     "update": ("score and update", "trainer_s"),
     "publish": ("publish", "move_s"),
 }
-_SHOWN = 4000  # the most spans in an answer
+_SHOWN = 4000  # largest number of spans in an answer
 
 
 class RunFiles:
@@ -362,9 +362,9 @@ class RunFiles:
 
 
 def typical_step(spans: Sequence[Span]) -> int:
-    """Returns the step that took the median time of the last 20 steps, the newest if there are several.
+    """Returns the step that took the median time of the last 20 steps; the newest one if several steps took this time.
 
-    The first step is returned only if there is no other, because its length is not known.
+    The length of the first step is not known, so the first step is returned only if there is no other step.
     """
     ends: dict[int, float] = {}
     for span in spans:
@@ -382,8 +382,8 @@ def is_wait(span: Span) -> bool:
 def critical_path(spans: Sequence[Span]) -> list[JsonObject]:
     """Returns the spans of a step's critical path, oldest first: the work for which all other work waited.
 
-    The path is followed backwards from the end of the step. Each part has a name, host, lane, start and length s in
-    seconds. Calls of tools are not part of it, because other samples go on beside them.
+    The path is followed backwards from the end of the step. Each of its parts has a name, a host, a lane, a start, and
+    `s`, its length in seconds. Calls of tools are not part of the path, because other samples go on during a call.
     """
     working = [s for s in spans if not is_wait(s) and s["lane"] != spans_file.TOOLS]
     busy = [(s["start"], s["start"] + s["s"], s) for s in working if s["s"] > 0]
@@ -406,7 +406,7 @@ def critical_path(spans: Sequence[Span]) -> list[JsonObject]:
 
 @functools.lru_cache(maxsize=16)
 def _read(path: Place, step: int, changed: float) -> trace.TracedStep:
-    del changed  # part of the cache's key: a file that has changed is read again
+    del changed  # used only as part of the cache's key, so that a changed file is read again
     return trace.read_step(path, step)
 
 
@@ -483,7 +483,7 @@ def _written(answer: object) -> str:
 
 def _by_function(record: LogRecord) -> dict[str, float]:
     """Returns the reward of each function, by name, from a record of samples.jsonl."""
-    if isinstance(rewards := record.get("rewards"), Mapping):  # a record of an evaluation
+    if isinstance(rewards := record.get("rewards"), Mapping):  # only the record of an evaluation has this mapping
         named = {str(name).removeprefix("reward/"): value for name, value in rewards.items() if name != "reward"}
     else:
         named = {name: value for name, value in record.items() if name not in ("step", "reward", "truth")}

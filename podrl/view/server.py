@@ -128,8 +128,8 @@ def application(runs: Sequence[RunFiles], *, token: str = "", hosts: Sequence[st
     Args:
       runs: the run directories to serve.
       token: text that a request must have in its address or cookie; '' requires none.
-      hosts: host names that a request may use; others are refused, so that pages of other sites cannot send requests.
-        () for the local ones.
+      hosts: host names that a request may use. Other names are refused, so that pages of other sites cannot send
+        requests. () allows only the names of the local machine.
     """
     app: Any = Starlette(routes=Pages(runs).routes())
     app = TrustedHostMiddleware(app, allowed_hosts=list(hosts or ("127.0.0.1", "localhost", "testserver")))

@@ -22,7 +22,7 @@ LIFE = "PODRL_LIFE_FD"
 
 
 def refuse_inside() -> None:
-    """Refuses to train in a worker process, which has imported a user's script only for one of the script's functions.
+    """Refuses to train in a worker process: it imports a user's script only to call one of the script's functions.
 
     Raises:
       ValueError: this process is a worker.

@@ -1,4 +1,4 @@
-"""Frames between a process and its workers: a pair of lengths, a JSON header and a body, through pipes."""
+"""Frames that a process and its workers send through pipes: a pair of lengths, a JSON header and a body."""
 
 import json
 import struct

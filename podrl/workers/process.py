@@ -67,8 +67,8 @@ class Process:
           module: name of the module.
           limits: resources that the process may use, and variables that it may see.
           on_frame: function that is called with each frame's header.
-          on_end: function that is called once, when the process's pipe ends or brings bytes that are not frames, unless
-            `close` or `leave` was called before.
+          on_end: function that is called once, when the process's pipe ends or brings bytes that are not frames. It is
+            not called after `close` or `leave`.
 
         Raises:
           OSError: the system cannot start another process.
@@ -159,7 +159,7 @@ class Process:
             self._loop.add_writer(self._write_fd, self._write)
             return
         except BrokenPipeError:
-            self._waiting.clear()  # the process has ended, as the other pipe will show
+            self._waiting.clear()  # the process has ended; the other pipe will report it
         self._loop.remove_writer(self._write_fd)
 
     def _readable(self) -> None:
@@ -262,7 +262,7 @@ class Loop:
 
     @staticmethod
     async def _finish(leave: Callable[[], Coroutine[object, Any, Iterable[Process]]]) -> Iterable[Process]:
-        # The loop runs callbacks in order: when the caller of `end` gets this result, all other callers have theirs.
+        # The loop runs callbacks in order: when the caller of `end` gets this result, the other callers have their own.
         processes = await leave()
         while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
             for task in tasks:

@@ -99,7 +99,7 @@ def hide_secrets() -> None:
         for name in [name for name in os.environ if is_secret(name) and name not in _hidden]:
             value = os.environ[name]
             _overwrite(name)
-            os.environ[name] = value  # in new memory; the mapping os.environ itself had the value all the time
+            os.environ[name] = value  # restores the value, in new memory that the kernel does not show
             _hidden.add(name)
 
 

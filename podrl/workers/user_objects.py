@@ -14,7 +14,7 @@ from typing import Any
 from podrl.mappings import JsonObject
 
 _MOST_SHOWN = 200
-_LONGEST = 2000  # characters of a line of an error
+_LONGEST = 2000  # largest number of characters in a line of an error
 
 
 class LoadError(ValueError):

@@ -1,8 +1,8 @@
 """The process that tests a program; the program's own process can neither read the tests nor send the verdict.
 
-A test of functions is Python that runs in this process, in a namespace with a stand-in for everything that the program
-defines. Arguments go to the program's process as plain values, and results come back as plain values. So no object of
-the program can make itself equal to a test's expected value.
+A test of functions is Python code that runs in this process. In its namespace there is a stand-in for everything that
+the program defines. Arguments go to the program's process as plain values, and results come back as plain values. So
+no object of the program can make itself equal to a test's expected value.
 """
 
 import builtins
@@ -24,7 +24,7 @@ from podrl.rewards.sandbox.program import start_programs
 from podrl.rewards.sandbox.values import Reference, decode, encode, receive, send
 
 _MESSAGE_LENGTH = 300
-_PER_BYTE = 8  # bytes of memory for each byte of the request, which is held as JSON and as objects
+_PER_BYTE = 8  # memory per byte of the request, in bytes: the request is held as JSON and as objects
 T = TypeVar("T")
 _WORD = re.compile(r"[^\W\d]\w*")
 
@@ -90,7 +90,7 @@ def check(job: socket.socket, limits: Bounds) -> None:
     content = bytearray()
     while part := job.recv(1 << 20):
         content += part
-    # Memory for the request is added to the limit, because the limit is for the tests and the program's replies only.
+    # The memory for the request is added to the limit, which is meant only for the tests and the program's replies.
     kernel.limit_memory((limits["memory_mb"] << 20) + _PER_BYTE * len(content))
     request = json.loads(content)
     try:
@@ -192,7 +192,7 @@ def _compiled(source: str, what: str) -> CodeType:
 def _name(error: BaseException) -> str:
     try:
         return f"{type(error).__name__}: {error}"
-    except BaseException:  # noqa: BLE001 - the text may need a stand-in's text, and the program may fail to give it
+    except BaseException:  # noqa: BLE001 - the program may fail to give the text of a stand-in in the error
         return type(error).__name__
 
 
@@ -300,7 +300,7 @@ class _Remote:
 
 
 def _update(argument: object, now: object) -> None:
-    """Gives a mutable argument the value that its copy has in the program's process after a call."""
+    """Gives a mutable argument the value that the argument's copy in the program's process has after a call."""
     if type(argument) is not type(now) or argument == now:
         return
     match argument, now:

@@ -125,7 +125,7 @@ class Sandboxes:
         return json.loads(answer)
 
     def _bubblewrapped(self, job: socket.socket) -> subprocess.Popen:
-        """Starts a sandbox by bubblewrap. It is slower than a forked one, as each sandbox starts an interpreter."""
+        """Starts a sandbox by bubblewrap. It is slower than a forked sandbox, because it starts an interpreter."""
         shown = [*self._limits["paths"], f"{_ROOT}/podrl/__init__.py", str(pathlib.Path(__file__).parents[1])]
         shown += [os.path.realpath(sys.executable), *_libraries()]
         binds = [part for path in shown for part in (_bind(path), path, path)]

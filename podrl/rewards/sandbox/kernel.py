@@ -18,13 +18,12 @@ _NAMESPACES = 0x10000000 | 0x00020000 | 0x20000000 | 0x40000000 | 0x08000000 | 0
 _SIGCHLD = 17
 _BIND, _REC, _PRIVATE, _READ_ONLY, _REMOUNT = 0x1000, 0x4000, 1 << 18, 1, 0x20
 _NOSUID, _NODEV, _NOEXEC, _DETACH = 2, 4, 8, 2
-_CLONE, _PIVOT_ROOT, _MOUNT_SETATTR, _CAPSET = 56, 155, 442, 126  # numbers of system calls
+_CLONE, _PIVOT_ROOT, _MOUNT_SETATTR, _CAPSET = 56, 155, 442, 126  # numbers of these system calls
 _SET_PDEATHSIG, _SET_DUMPABLE, _SET_SECCOMP, _SET_NO_NEW_PRIVS = 1, 4, 22, 38
 _ROOT = "/proc"  # mount point for the new root: it exists everywhere, and its content is not used
 
-# Numbers of the system calls that programs may not make; these calls fail with EPERM. They concern, in this order: new
-# processes and programs; memory that no limit counts; sockets (namespaces do not isolate AF_VSOCK and AF_ALG); access
-# to other processes; administration.
+# Numbers of the system calls that programs may not make; these calls fail with EPERM. _MEMORY gets memory that no limit
+# counts. _NETWORK opens sockets, of which namespaces do not isolate AF_VSOCK and AF_ALG. _OTHERS reach other processes.
 _PROCESSES = (57, 58, 59, 322)
 _MEMORY = (29, 30, 31, 64, 65, 66, 68, 69, 70, 71, 240, 319, 447)
 _NETWORK = (41,)
@@ -38,7 +37,8 @@ PROGRAM = tuple(sorted({*_PROCESSES, *_MEMORY, *_NETWORK, *_OTHERS, *_ADMINISTRA
 # The checker may call memfd_create (319), with which it makes the file that a program reads.
 CHECKER = tuple(number for number in PROGRAM if number != 319)
 
-# PyDLL keeps the interpreter's lock during a call. `clone` needs the lock, because it copies only the calling thread.
+# PyDLL keeps the interpreter's lock during a call. The child of `clone` has only the calling thread, so this thread
+# must hold the lock.
 _libc = ctypes.PyDLL(None, use_errno=True)
 
 
@@ -153,7 +153,7 @@ def limit(limits: Bounds) -> None:
     for kind, value in (
         (resource.RLIMIT_CPU, seconds),
         (resource.RLIMIT_FSIZE, size),
-        # 3 more for the starter, the checker and the program's first thread, which also count
+        # 3 more: the starter, the checker and the program's first thread also count
         (resource.RLIMIT_NPROC, limits["threads"] + 3),
         (resource.RLIMIT_NOFILE, 64),
         (resource.RLIMIT_CORE, 0),
@@ -196,20 +196,20 @@ def _filter(denied: tuple[int, ...]) -> bytes:
     load, equal, at_least, any_bit, give = 0x20, 0x15, 0x35, 0x45, 0x06
     allow, kill, eperm, enosys = 0x7FFF0000, 0x80000000, 0x00050001, 0x00050026
     program = [
-        (load, 0, 0, 4),  # the architecture
+        (load, 0, 0, 4),  # loads the architecture; the next lines kill a process of another one
         (equal, 1, 0, 0xC000003E),
         (give, 0, 0, kill),
-        (load, 0, 0, 0),  # the call's number
-        (at_least, 0, 1, 0x40000000),  # the x32 calls
+        (load, 0, 0, 0),  # loads the number of the call
+        (at_least, 0, 1, 0x40000000),  # calls of the x32 interface have these numbers
         (give, 0, 0, kill),
-        (equal, 0, 1, 435),  # clone3, whose flags no filter sees; if it fails, the C library uses clone
+        (equal, 0, 1, 435),  # clone3: no filter sees its flags; if it fails, the C library uses clone
         (give, 0, 0, enosys),
     ]
     for number in denied:
         program += [(equal, 0, 1, number), (give, 0, 0, eperm)]
     program += [
         (equal, 0, 4, _CLONE),
-        (load, 0, 0, 16),  # the flags of clone: only new threads are allowed
+        (load, 0, 0, 16),  # loads the flags of clone, with which only new threads are allowed
         (any_bit, 0, 1, 0x00010000),  # CLONE_THREAD
         (give, 0, 0, allow),
         (give, 0, 0, eperm),

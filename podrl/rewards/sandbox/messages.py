@@ -65,8 +65,8 @@ class Verdict(TypedDict):
       passed: True or False for every test that ran.
       said: reason why the first of the failed tests failed; '' if no test failed.
       unusable: complaint about a value that a test gave the program and that is not plain data; '' for none.
-      error: reason why no program can pass the tests.
-      refused: reason why this host cannot isolate a program.
+      error: reason why no program can pass the tests; absent if there is none.
+      refused: reason why this host cannot isolate a program; absent if it can.
     """
 
     passed: list[bool]

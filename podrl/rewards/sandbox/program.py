@@ -45,7 +45,7 @@ def _run(kind: str, descriptors: list[int], limits: Bounds) -> None:
     nothing = os.open("/dev/null", os.O_RDWR)
     descriptors = [
         os.dup2(one, 100 + place) for place, one in enumerate(descriptors)
-    ]  # a number above the descriptors that are replaced below
+    ]  # copies with high numbers, because the lines below replace the descriptors 0 to 3
     # If functions are called, no process reads the program's output, so the program would block when the pipe is full.
     printed = descriptors[1] if kind == "script" else nothing
     for place, source in enumerate((descriptors[0], printed, nothing)):
@@ -69,7 +69,7 @@ def _run(kind: str, descriptors: list[int], limits: Bounds) -> None:
 
 
 def _script(source: str) -> None:
-    """Runs the program as a script; its exit status is that of `python program.py`."""
+    """Runs the program as a script, with the exit status that `python program.py` would have."""
     status = 0
     try:
         _execute(source, "__main__")
@@ -143,5 +143,5 @@ def _raised(error: BaseException) -> dict[str, object]:
 def _execute(source: str, name: str) -> dict[str, object]:
     module = types.ModuleType(name)
     sys.modules[name] = module
-    exec(compile(source, "program.py", "exec"), module.__dict__)  # the purpose of this process
+    exec(compile(source, "program.py", "exec"), module.__dict__)  # running the program is the purpose of this process
     return dict(module.__dict__)

@@ -1,6 +1,6 @@
 """The process that starts sandboxes: it forks a sandbox for every job, and never reads the job itself.
 
-`podrl.rewards.sandbox.host` starts it with nothing but the standard library and an empty environment.
+`podrl.rewards.sandbox.host` starts this process with only the standard library and with an empty environment.
 """
 
 import gc
@@ -39,7 +39,7 @@ def serve() -> None:
     kernel.prepare()
     gc.disable()  # a collection writes to every object that it visits, so each sandbox would copy the objects' memory
     alive = os.pipe()  # the writing end closes when this process ends
-    running: dict[int, tuple[int, float]] = {}  # by descriptor of a sandbox's process: its id, the time to kill it
+    running: dict[int, tuple[int, float]] = {}  # by a sandbox's descriptor: process id, time to kill it
     with selectors.DefaultSelector() as selector:
         selector.register(control, selectors.EVENT_READ)
         while True:

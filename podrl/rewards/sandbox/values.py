@@ -8,7 +8,7 @@ from typing import Any
 
 _LENGTH = struct.Struct(">I")
 _MOST = 1 << 24  # largest number of bytes of a frame
-_EXACT = 1 << 53  # integers from here on are sent as hexadecimal text
+_EXACT = 1 << 53  # integers of at least this size are sent as hexadecimal text
 
 
 class Reference:
@@ -58,7 +58,7 @@ def decode(value: Any, resolve: Callable[[Reference], object]) -> Any:
       resolve: finds the object of a reference.
 
     Raises:
-      ValueError, TypeError, KeyError: `encode` makes no such value.
+      ValueError, TypeError, KeyError: `value` is not a result of `encode`.
     """
     if isinstance(value, list):
         return [decode(one, resolve) for one in value]

@@ -90,7 +90,7 @@ const podrl = (() => {
   // Numbers and names.
   const isShare = (name) => /(answer|partial|format|pass|majority|pair_accuracy)$/.test(name) && !name.includes("_reward");
 
-  // The 95 % interval of a mean of an evaluation, as podrl/rundir/intervals.py has it; null where the records give none.
+  // The 95 % interval of a mean of an evaluation, as podrl/rundir/intervals.py has it; null without one.
   function interval(name, mean, error, records) {
     const Z = 1.959964, ROUNDING = 1e-9;
     if (!isShare(name)) return error > ROUNDING * Math.abs(mean) ? [mean - Z * error, mean + Z * error] : null;
@@ -151,7 +151,7 @@ const podrl = (() => {
       run.problems.map((text) => el("span", { className: "problem", role: "alert" }, text)), doctor(index));
   }
 
-  // The findings of podrl.doctor in a run: one line, so that nothing moves when they arrive; opened, all of them.
+  // The findings of podrl.doctor in a run. Closed, they take one line, so that nothing moves when they arrive.
   const found = new Map(), unfolded = new Set();
   function doctor(index) {
     if (!found.has(index)) return el("p", { className: "doctor quiet" }, "Doctor: looking at the records…");
@@ -200,7 +200,7 @@ const podrl = (() => {
     }
   }
 
-  // For a run that goes on: views that watch are called when there is a new step.
+  // While a run goes on: the functions passed to `watch` are called when there is a new step.
   const watchers = new Set();
   async function poll() {
     try {
@@ -209,7 +209,7 @@ const podrl = (() => {
       head();
       if (before !== JSON.stringify(runs.map((r) => [r.step, r.metrics.length, r.traced.length]))) for (const each of watchers) each();
       if (examined !== JSON.stringify(runs.map((r) => r.step))) { examined = JSON.stringify(runs.map((r) => r.step)); await examine(); }
-    } catch (error) { /* the server has ended; what is shown stays */ }
+    } catch (error) { /* the server has ended: the page keeps its contents */ }
     setTimeout(poll, runs.some((r) => r.state === "live") ? 3000 : 15000);
   }
 

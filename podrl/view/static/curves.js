@@ -75,7 +75,7 @@ podrl.views.curves = async (main, params, current) => {
         const tag = runs.length > 1 ? ` ${run.name}` : "";
         if (!plain && steps.length) {
           tables.push([steps, values], [steps, smoothed(values)]);
-          const dash = index ? [12, 5 * index] : undefined; // an equal run behind stays visible
+          const dash = index ? [12, 5 * index] : undefined; // dashes let an equal curve behind this one stay visible
           series.push({ label: tag ? run.name : name, stroke: hue, width: 1, alpha: 0.45, points: { show: false }, spanGaps: true },
             { label: "smoothed", stroke: hue, width: 2, dash, points: { show: steps.length < 3 }, spanGaps: true });
         }
