@@ -196,5 +196,5 @@ class _Bench:
             self._worker.env_client = None
 
 
-if __name__ == "__main__":  # as a program of env.program
+if __name__ == "__main__":  # env.program starts this file as the agent program
     podrl.agent.serve(_solve)

@@ -49,13 +49,13 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
 
 
 class _Model:
-    """The owner of the front (a podrl.environments.front.Handler): answers the oldest request when enough are open.
+    """Stands for the model behind the endpoint (front): answers the oldest request when enough are open.
 
     Attributes:
-      front: the front.
+      front: the endpoint, which passes each request to this object (a podrl.environments.front.Handler).
       left: number of requests that are not answered yet.
-      process: number of the front's process.
-      spent_s: processor time of the front's process after every `most` answers, in seconds.
+      process: id of the endpoint's process.
+      spent_s: processor time of the endpoint's process after every `most` answers, in seconds.
     """
 
     def __init__(self, most: int, answer: Answer) -> None:
@@ -85,7 +85,7 @@ class _Model:
 
 
 async def _cpu_ms(most: int, requests: int, body: bytes, answer: Answer, *, closing: bool) -> list[float]:
-    """Measures the processor time of the front's process per request.
+    """Measures the processor time of the endpoint's process per request.
 
     Returns:
       Milliseconds, for each `most` requests of `most * requests`. The first `most` and the last `most` do not count.

@@ -215,10 +215,10 @@ class Data:
 class Cluster:
     """Stands for models and weights; moves nothing."""
 
-    class tokenizer:  # noqa: N801 - as of RLCluster
+    class tokenizer:  # noqa: N801 - stands for the attribute of RLCluster
         pad_id = 0
 
-    class weights:  # noqa: N801 - as of RLCluster
+    class weights:  # noqa: N801 - stands for the attribute of RLCluster
         @staticmethod
         def await_version(version: int) -> None:
             del version
@@ -233,7 +233,7 @@ class Run:
 
     profiler, traced, workdir = Profiler(""), None, None
 
-    class watchdog:  # noqa: N801 - as of Run
+    class watchdog:  # noqa: N801 - stands for the attribute of Run
         @staticmethod
         def stage(name: str) -> contextlib.AbstractContextManager[None]:
             del name

@@ -145,7 +145,8 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _raw(transport: Any, bucket_bytes: int) -> tuple[Any, int]:
-    """Prepares the bound of a move: (function that sends the move's bytes by plain ppermute, number of these bytes).
+    """Prepares the fastest possible move: (function that sends a move's bytes by plain ppermute, number of these
+    bytes).
 
     The bytes go in arrays of a bucket's size: one array for all is slower, because it fits into no cache.
     """

@@ -155,7 +155,8 @@ def _engine(bench: Any, args: argparse.Namespace, lengths: Sequence[np.ndarray],
         def _make(self, session: Any) -> None:
             super()._make(session)
             for track, b in self.rows.items():
-                # The same expectation for all: the scheduler must not know in advance how long a sample becomes.
+                # All samples get the same expected length: the scheduler must not know in advance how long a sample
+                # becomes.
                 track.limit, track.expected = int(self._lengths_B[b]), 1.0
 
     def begin(step: int) -> Cut:

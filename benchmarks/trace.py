@@ -44,7 +44,8 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
         overrides = [f"trainer.max_steps={args.steps}", "log.samples_every=2", "log.trace=sampled", "eval.problems=0"]
         command = [sys.executable, "-m", "podrl.launch", f"--config={args.config}", f"--workdir={workdir}"]
         command += [f"--config.{each}" for each in (*overrides, "checkpoint.every=0", *args.set)]
-        # Python's own table lacks the variables that libraries of this process, such as libtpu, have set since.
+        # os.environ lacks the variables that C libraries of this process, such as libtpu, have set after Python
+        # started.
         own = dict(os.environ)
         ended = subprocess.run(command, capture_output=True, text=True, env=own)
         if ended.returncode:

@@ -16,7 +16,7 @@ Variants:
     grpo_gemma.py:gemma2_2b_v5e16   Gemma 2 2B on GSM8K with LoRA, trainer and rollout on 8 TPU v5e chips each; needs
                                     --config.model.path=DIR and --config.data.path=FILE
 
-Variants that train all weights of Gemma 4 on GSM8K, on two slices of which one trains and one generates; they need the
+Variants that train all weights of Gemma 4 on GSM8K, on two slices: one slice trains, the other generates. They need the
 same two paths. None has been run on its machine; docs/measurements/planning.md has what podrl.plan counted for each.
     grpo_gemma.py:gemma4_e2b_v6e16      E2B on two v6e 2x4 slices
     grpo_gemma.py:gemma4_e4b_v6e16      E4B on two v6e 2x4 slices

@@ -140,7 +140,7 @@ ask_job() { # asks the job of --join for its secret, the values of --env, podrl'
   mapfile -d '' told <"$scratch/told"
   secret=${told[0]:-}
   [[ $secret =~ ^[0-9a-f]{32}$ && ${told[2]:-} =~ ^[0-9]+$ ]] || die "what $join says of the job it runs is not complete"
-  environment=("${told[@]:3:told[2]}" "${environment[@]}") # the later ones win: those of this command
+  environment=("${told[@]:3:told[2]}" "${environment[@]}") # of equal names the last counts: this command's
   podrl=("${told[@]:3+told[2]}" "--join=${told[1]}")
 }
 

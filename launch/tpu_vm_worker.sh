@@ -86,7 +86,7 @@ install() {
     # Newer images forbid pip to change the system's Python without this variable; --user changes only the home.
     PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install --quiet --user --require-hashes --only-binary=:all: -r "$code/launch/uv.lock"
     rm -rf "$base/venv"
-    python3 -m uv venv --quiet --python 3.12.11 "$base/venv" # uv knows its hash; no pip, whose hash nobody checks
+    python3 -m uv venv --quiet --python 3.12.11 "$base/venv" # uv checks its hash; no pip: nobody would check pip's
     install=(python3 -m uv pip install --quiet "--python=$base/venv/bin/python")
   fi
   "${install[@]}" --require-hashes --only-binary=:all: -r "$code/$lock"
@@ -152,7 +152,9 @@ supervise() { # runs the command until it ends for good; the pid of this process
   printf '%s\n' "$status" >"$state/exit_code"
 }
 
-tell() { # for a slice that joins: secret, address, number of --env values, these values, podrl's flags; each ends by NUL
+# Prints what a slice that joins has to know: secret, address, number of --env values, these values, podrl's flags. Each
+# of these texts ends by NUL.
+tell() {
   local address
   local -a environment=() flags=()
   alive || die "podrl does not run here"

@@ -43,7 +43,7 @@ MISSING = {
     "kubectl": "https://cloud.google.com/kubernetes-engine/docs/how-to/cluster-access-for-kubectl.",
 }
 # Names of this length leave room for '-slice-job-99-99-abcde', which xpk appends, in the 63 characters of a pod name.
-# Pathways has Google's limit,
+# With Pathways the limit is Google's,
 # https://cloud.google.com/ai-hypercomputer/docs/workloads/pathways-on-cloud/pathways-interactive-mode
 NAME_LIMIT = 40
 # Names of xpk's pods, and the port of podrl's channel there: podrl/runtime/detect.py.
