@@ -38,16 +38,20 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
     of each read once.
 
     Returns:
-      kernel (True if attention is a kernel),
-      peak_bytes and prefill_peak_bytes (of one chip), hbm_bytes (that a program may use), fits, compile_seconds,
-      weight_bytes (of one chip, without tables from which a token reads one row; all experts count as if each had a
-      token),
-      state_bytes (of the lanes' linear attention on one chip), and for every number of sampled tokens kv_bytes (live
-      keys and values of one chip, prompts counted once per group), read_bytes (per step), ratio (read_bytes over
-      weights, states and live keys and values),
-      least_ms (of a step: bytes read and written, over the chip's bandwidth), sent_bytes (by a chip over links in a
-      step), sent_least_ms (sent_bytes over the bandwidth of all its links) and collectives (count and bytes sent in a
-      step by kind; a collective that runs once a dispatch counts as a fraction in each step). Nothing is measured.
+      kernel: True if attention is a kernel.
+      peak_bytes, prefill_peak_bytes: peaks of `generate` and of the prefill on one chip.
+      hbm_bytes, fits: bytes that a program may use; True if both peaks are within them.
+      compile_seconds: seconds for compiling both programs.
+      weight_bytes: weights of one chip, without tables from which a token reads one row; all experts count as if each
+        had a token.
+      state_bytes: states of the lanes' linear attention on one chip.
+      steps: an entry for every number of sampled tokens. Its kv_bytes are the live keys and values of one chip, prompts
+        counted once per group. Its read_bytes are those of a step, and ratio is read_bytes over weights, states and
+        live keys and values. Its least_ms is the time of a step in which the chip only reads and writes memory,
+        sent_bytes what a chip sends over links in a step, and sent_least_ms the time for sent_bytes over all its links.
+        Its collectives have count and bytes sent in a step by kind; a collective that runs once a dispatch counts as a
+        fraction in each step.
+      Nothing is measured.
 
     Raises:
       ValueError: the size or the topology is unknown, or the mesh does not fit the topology.

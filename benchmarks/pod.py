@@ -38,10 +38,13 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
     exchange messages with the leader, whose load does not depend on these rows.
 
     Returns:
-      trainers, rollouts, samples (of a step); leader_cpu_ms (processor time of the leader, all threads, per step),
-      messages and megabytes (that the leader sent and received per step), step_ms, added_ms (time of a step beyond the
-      sleeps of one sampling and one update; all hosts share the cores of this machine), others_cpu_ms (processor time
-      of all simulated hosts per step), start_s (seconds until all hosts had joined).
+      trainers, rollouts, samples: numbers of hosts, and samples of a step.
+      leader_cpu_ms: processor time of the leader per step, all threads.
+      messages, megabytes: what the leader sent and received per step.
+      step_ms, added_ms: time of a step, and the part of it beyond the sleeps of one sampling and one update; all hosts
+        share the cores of this machine.
+      others_cpu_ms: processor time of all simulated hosts per step.
+      start_s: seconds until all hosts had joined.
 
     Raises:
       ValueError: a number is below 1.

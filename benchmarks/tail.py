@@ -24,12 +24,16 @@ def measure(bench: Any, args: argparse.Namespace) -> dict[str, Any]:
       args: options of the bench.
 
     Returns:
-      decode_steps (per training step) and decode_steps_whole (with a staleness of 1), their quotient fewer_steps, the
-      same three by a simulation without dispatches (bound_*), mixed_samples (share of samples that several versions
-      drew), prefill_tokens (per training step, prompts included), prefill_tokens_whole, lane_utilisation; window_cpu_s
-      (processor seconds of a window), predicted_cpu_s (what the model of podrl.plan --lengths predicts for a window
-      from the speeds of whole batches), window_cpu_s_whole and predicted_cpu_s_whole (the same for whole batches,
-      predicted from the speeds of windows).
+      decode_steps, decode_steps_whole: decode steps per training step in windows, and with whole batches (a staleness
+        of 1).
+      fewer_steps: decode_steps_whole over decode_steps.
+      bound_*: the same three figures by a simulation without dispatches.
+      mixed_samples: share of samples that several versions drew.
+      prefill_tokens, prefill_tokens_whole: tokens that prefill computed per training step, prompts included.
+      lane_utilisation: sampled tokens over lane places of all decode steps, in windows.
+      window_cpu_s, predicted_cpu_s: processor seconds of a window, measured, and predicted by the model of podrl.plan
+        --lengths from the speeds of whole batches.
+      window_cpu_s_whole, predicted_cpu_s_whole: the same for whole batches, predicted from the speeds of windows.
     """
     lengths = [_lengths(args, step) for step in range(STEPS)]
     staleness = max(args.staleness, 1)

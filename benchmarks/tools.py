@@ -48,12 +48,17 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
     is prefilled apart: the excess of `of_context` over 1 is the cost of the calls.
 
     Returns:
-      of_plain (seconds with calls over seconds of plain samples and prefill), of_context, cpu_of_plain, cpu_of_context
-      (the same quotients of CPU time: comparable where the machine is shared), seconds, plain_seconds, prefill_seconds
-      (medians of runs that take turns), tokens, calls, given_tokens (of the tools' outputs), prefill_per_given (tokens
-      that prefill computed per given token), decode_steps, decode_steps_plain, lane_utilisation (sampled tokens over
-      lane places of all decode steps), lane_utilisation_plain, host_seconds_per_call (CPU time of this process's Python
-      threads, beyond their time for plain samples), spills, compiles; with --slow, the figures of `_stale` instead.
+      of_plain, cpu_of_plain: time with calls over the time of plain samples and prefill, in wall seconds and in CPU
+        time. CPU time is comparable where the machine is shared.
+      of_context, cpu_of_context: the same two quotients for the comparison `of_context` above.
+      seconds, plain_seconds, prefill_seconds: median seconds with calls, of plain samples, and of prefill, in turns.
+      tokens, calls, given_tokens: sampled tokens, calls, and tokens of the tools' outputs.
+      prefill_per_given: tokens that prefill computed per token of an output.
+      decode_steps, decode_steps_plain: decode steps with calls, and of plain samples.
+      lane_utilisation, lane_utilisation_plain: sampled tokens over lane places of all decode steps.
+      host_seconds_per_call: CPU time of this process's Python threads per call, beyond their time for plain samples.
+      spills, compiles: counts of the engine with calls.
+      With --slow, the figures of `_stale` instead.
     """
     parser = rollout.make_parser(prog="python -m benchmarks tools", description=__doc__)
     parser.set_defaults(mesh="data=1", max_new=128)
