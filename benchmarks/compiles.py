@@ -63,7 +63,8 @@ CASES = {
         changes=_SHARED | {"roles.trainer.mesh": "fsdp=-1,seq=2"},
         programs=("train step", "reference"),
     ),
-    # The teacher is the policy's own checkpoint. If it only gave advantages, the programs would be those of `default`.
+    # The teacher is the policy's own checkpoint, and is compared with the policy in the loss. A teacher that only gave
+    # advantages would need no case, because its programs would be those of `default`.
     # The programs that score likely ids are left out: on tpu7x, a failed check of libtpu 0.0.42 ends the process.
     "teacher_top_k": Case("grpo_gemma.py", changes=_TAUGHT | {"grpo.teacher_kl": "top_k"}, programs=_UPDATE),
     "teacher_full": Case("grpo_gemma.py", changes=_TAUGHT | {"grpo.teacher_kl": "full"}, programs=_UPDATE),
@@ -74,10 +75,10 @@ CASES = {
 }
 # Configurations with the same programs as a case.
 SAME = {
-    "grpo_tools.py:mcp": "tools",  # another place of the same tool
+    "grpo_tools.py:mcp": "tools",  # the same tool, in an MCP server
     "sft_tools.py": "sft",
     "grpo_agents.py": "tools",
-    "grpo_reasoning.py": "default",  # with other records
+    "grpo_reasoning.py": "default",  # the default job with other records
     "grpo_search.py": "tools",
     "grpo_search.py:prompted": "tools",
     "sft_search.py": "sft",

@@ -32,10 +32,10 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
     """Compiles `generate` and the largest prefill for a topology and counts HBM reads in the compiled text.
 
     The count walks the compiled program: every operation reads its operands that lie in HBM (slices and gathers only
-    the part that they take), and a loop counts as often as it runs. The number of runs of the loops over reads follows
-    from the list of reads, which the engine's own code writes for lanes that all hold a whole prompt and the given
-    number of sampled tokens. The pages that a kernel reads are counted from this list, too: the kernel copies the page
-    of each read once.
+    the part that they take), and a loop counts as often as it runs. In attention a loop runs over reads: a read is one
+    page of keys and values that one lane, or several lanes together, take. The engine's own code lists the reads for
+    lanes that all hold a whole prompt and the given number of sampled tokens, and this list gives the number of runs.
+    A kernel copies the page of each read once, so its pages are counted from the list, too.
 
     Returns:
       kernel: True if attention is a kernel.
@@ -159,7 +159,7 @@ def _count(
 
 
 def _filled(engine: Any, prompt: int, sampled: int, group: int) -> tuple[Any, int]:
-    """Builds the reads of a shard whose lanes all hold a prompt and `sampled` tokens: (reads, tokens read)."""
+    """Builds the read list of a shard whose lanes all hold a prompt and `sampled` tokens: (list, tokens read)."""
     from podrl.engine.reads import LaneReads, Page
 
     C, free = engine.shape.page_tokens, iter(range(engine.shape.pages))

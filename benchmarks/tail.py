@@ -1,4 +1,4 @@
-"""Measures how much of a batch's tail windows save: `python -m benchmarks rollout --tail --staleness=2`."""
+"""Measures how many decode steps windows of tokens save: `python -m benchmarks rollout --tail --staleness=2`."""
 
 import argparse
 import dataclasses
@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-STEPS, SHOWN = 14, 8  # training steps, and the number of last steps that count
+STEPS, SHOWN = 14, 8  # training steps, and how many of them, the last ones, count
 MEAN, SIGMA = 5.0, 0.9  # mean and standard deviation of the logarithm of a sample's length
 
 
@@ -89,7 +89,7 @@ def _predicted(windows: Sequence[_Played], others: Sequence[_Played]) -> float:
 
 
 def _work(bench: Any, args: argparse.Namespace, rows: Sequence[tuple[Any, Any]], lengths: Sequence[np.ndarray]) -> Any:
-    """Returns a function of `waits` that counts a window's device calls by the model of podrl.plan --lengths."""
+    """Returns a function (waits) -> decode steps and prefill calls of a window, by podrl.plan.simulate.window_work."""
     from podrl.plan.simulate import Load, window_work
 
     config, mesh = bench.worker.config, bench.worker.mesh

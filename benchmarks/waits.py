@@ -76,7 +76,8 @@ class _Seen:
     """Reads the measurements of a run, except those of its first steps.
 
     Attributes:
-      staleness, load: staleness and load of the run.
+      staleness: the run's `max_staleness`.
+      load: sizes of the run's engine and batches (podrl.plan.simulate.Load).
       steps: steps that are read.
     """
 
