@@ -45,12 +45,13 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
       weight_bytes: weights of one chip, without tables from which a token reads one row; all experts count as if each
         had a token.
       state_bytes: states of the lanes' linear attention on one chip.
-      steps: an entry for every number of sampled tokens. Its kv_bytes are the live keys and values of one chip, prompts
-        counted once per group. Its read_bytes are those of a step, and ratio is read_bytes over weights, states and
-        live keys and values. Its least_ms is the time of a step in which the chip only reads and writes memory,
-        sent_bytes what a chip sends over links in a step, and sent_least_ms the time for sent_bytes over all its links.
-        Its collectives have count and bytes sent in a step by kind; a collective that runs once a dispatch counts as a
-        fraction in each step.
+      steps: an entry for every number of sampled tokens, with these figures of one chip in one decode step:
+        kv_bytes: live keys and values; prompts count once per group.
+        read_bytes: bytes read from HBM.
+        ratio: read_bytes over the bytes of weights, states, and live keys and values.
+        least_ms: time for the bytes that are read and written, at the chip's bandwidth.
+        sent_bytes, sent_least_ms: bytes sent over links, and the time for them over all links of the chip.
+        collectives: by kind, count and bytes sent. A collective that runs once a dispatch counts as a fraction.
       Nothing is measured.
 
     Raises:

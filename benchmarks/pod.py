@@ -33,9 +33,9 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
     """Runs the training loop of every host of a pod, without devices, and measures its leader.
 
     The leader is this process; the other hosts are threads of `--processes` further processes. All of them run the
-    job's own loop, channel, encryption, control messages, batches and farewell; sampling and updates are sleeps, and
-    weights do not move. Only the first `--gathering` trainer hosts fetch rows from the rollout hosts; the others only
-    exchange messages with the leader, whose load does not depend on these rows.
+    job's own loop, channel, encryption, control messages, batches and farewell messages; sampling and updates are
+    sleeps, and weights do not move. Only the first `--gathering` trainer hosts fetch rows from the rollout hosts; the
+    others only exchange messages with the leader, whose load does not depend on these rows.
 
     Returns:
       trainers, rollouts, samples: numbers of hosts, and samples of a step.
@@ -104,7 +104,8 @@ def _hosts(args: argparse.Namespace) -> Hosts:
 def _others(args: argparse.Namespace, pod: Pod) -> Iterator[list[float]]:
     """Simulates all hosts but the leader while the context lasts.
 
-    When the context has ended, the list holds the processor seconds per step of each simulating process.
+    The context gives a list. When the context has ended, the list holds the processor seconds per step of each process
+    that simulated hosts.
     """
     members = [p for p in range(pod.seat.hosts.count) if p]
     command = [sys.executable, "-m", "benchmarks.pod"]
@@ -304,7 +305,7 @@ class _Marks:
 
 
 def _simulate() -> None:
-    """Plays the hosts in the first line of standard input, each on a thread; prints their processor time per step."""
+    """Plays the hosts that the first line of standard input names, each on a thread; prints processor time per step."""
     words = json.loads(sys.stdin.readline())
     args = argparse.Namespace(**words["args"])
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-STEPS, SHOWN = 14, 8  # training steps, and how many of them, the last ones, count
+STEPS, SHOWN = 14, 8  # number of training steps; only the last SHOWN steps count
 MEAN, SIGMA = 5.0, 0.9  # mean and standard deviation of the logarithm of a sample's length
 
 

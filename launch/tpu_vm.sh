@@ -147,7 +147,7 @@ ask_job() { # asks the job of --join for its secret, the values of --env, podrl'
 copy_code() {
   local archive=$1 pair
   if git -C "$root" rev-parse --is-inside-work-tree >/dev/null 2>&1; then
-    # Tracked and new files, without those that git ignores and those that have been deleted.
+    # Lists tracked and new files, without files that git ignores and files that have been deleted.
     git -C "$root" ls-files -z --cached --others --exclude-standard >"$scratch/all"
     while IFS= read -r -d '' name; do
       [[ ! -e $root/$name ]] || printf '%s\0' "$name"

@@ -214,7 +214,7 @@ stacks() {
 }
 
 device_holders() {
-  # Errors of find mean nothing here: processes end meanwhile, and those of other users do not show their files.
+  # Errors of find mean nothing here: processes end meanwhile, and processes of other users do not show their files.
   { find /proc/[0-9]*/fd -maxdepth 1 \( -lname "$device_directory/accel[0-9]*" -o -lname "$device_directory/vfio/[0-9]*" \) \
     -printf '%h\n' 2>/dev/null || true; } | cut -d/ -f3 | sort -un
 }

@@ -137,8 +137,7 @@ def xpk_command(args: argparse.Namespace, extra: Sequence[str], code: submission
 
 
 def needs_secret(args: argparse.Namespace) -> bool:
-    """True if this submission must write a secret: not for a single controller, nor if --env names a file with the
-    secret."""
+    """True if this submission must write a secret: a single controller needs none, and --env may name a file of it."""
     own = any(pair.startswith("PODRL_SECRET_FILE=") for pair in args.env)
     return not (args.pathways or args.headless or own)
 
