@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks import rollout, tail
 from benchmarks.model import fake_devices
 
-_COUNTED = 8  # steps of a turn
+_COUNTED = 8  # steps that count whenever one of the two ways has its turn
 
 
 class Calls:
@@ -117,8 +117,10 @@ def _stale(bench: rollout.Bench, args: Any) -> dict[str, Any]:
     windows ends one turn in each window except its last (`env.calls_per_window=1`).
 
     Returns:
-      staleness, step_seconds (of a step, median), step_seconds_whole (with a staleness of 1), faster (their quotient),
-      lane_utilisation, lane_utilisation_whole.
+      staleness: staleness of the windows.
+      step_seconds, step_seconds_whole: median seconds of a step in windows, and with whole batches (a staleness of 1).
+      faster: step_seconds_whole over step_seconds.
+      lane_utilisation, lane_utilisation_whole: share of busy lanes in windows, and with whole batches.
     """
     fields = {name: [value] * args.prompts for name, value in _asked(args, args.calls, args.given).items()}
     times: dict[int, list[float]] = {args.staleness: [], 1: []}
@@ -130,7 +132,8 @@ def _stale(bench: rollout.Bench, args: Any) -> dict[str, Any]:
                 seconds, lanes = _steps(bench, args, fields, staleness)
                 times[staleness] += seconds
                 busy[staleness] += lanes
-    kept = {S: [max(t, args.update_ms / 1e3) for t in seconds[_COUNTED:]] for S, seconds in times.items()}  # warm
+    # The first turn of each way is left out: it compiles.
+    kept = {S: [max(t, args.update_ms / 1e3) for t in seconds[_COUNTED:]] for S, seconds in times.items()}
     step, whole = median(kept[args.staleness]), median(kept[1])
     return {
         "staleness": args.staleness,

@@ -5,9 +5,9 @@
 #   tpu_vm_worker.sh start --run=ID --max_restarts=N -- PODRL_FLAGS...
 #   tpu_vm_worker.sh follow --lines=N | status | stacks | kill --grace=SECONDS | tell
 #
-# Everything lives in ~/podrl-run: code-ID (and `code`, a link to the code that runs), venv, work (the working directory, kept from
-# run to run so that relative --workdir paths resume), logs/ID.log, and in state/ the files run, pid, boot, restarts,
-# arguments, exit_code. Every action may be repeated without harm: gcloud retries when a connection drops.
+# Everything lives in ~/podrl-run: code-ID (and `code`, a link to the code that runs), venv, work (the working directory,
+# kept from run to run so that relative --workdir paths resume), logs/ID.log, and in state/ the files run, pid, boot,
+# restarts, arguments, exit_code. Every action may be repeated without harm: gcloud retries when a connection drops.
 set -euo pipefail
 
 base=$HOME/podrl-run
