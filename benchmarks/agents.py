@@ -64,12 +64,15 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
     """Measures the prefill of equal first requests, and many open episodes.
 
     Returns:
-      prefilled_say, prefilled_chat and prefilled_program (tokens that prefill computed for --prompts groups of --group
-      samples whose first request is `model.say()`, the same request by `model.chat`, and the same by HTTP),
-      prompt_tokens (of the longest of their prompts), chat_of_say and program_of_say (prefilled_chat and
-      prefilled_program over prefilled_say), episodes, episodes_seconds, answers (of the slow episodes), spills (number
-      of stores of slow episodes that were moved to the host), memory_mb and memory_mb_before (peak memory of this
-      process with the slow episodes, and before them).
+      prefilled_say, prefilled_chat, prefilled_program: tokens that prefill computed for --prompts groups of --group
+        samples. The first request of these samples is `model.say()`, the same request by `model.chat`, or the same by
+        HTTP.
+      prompt_tokens: tokens of the longest of their prompts.
+      chat_of_say, program_of_say: prefilled_chat and prefilled_program divided by prefilled_say.
+      episodes, episodes_seconds, answers: number of the slow episodes, seconds for all of them, and number of their
+        answers.
+      spills: how often the engine moved the pages of a slow episode to the host.
+      memory_mb, memory_mb_before: peak memory of this process with the slow episodes, and before them.
     """
     parser = argparse.ArgumentParser(prog="python -m benchmarks agents", description=__doc__)
     parser.add_argument("--prompts", type=int, default=4)
@@ -196,5 +199,5 @@ class _Bench:
             self._worker.env_client = None
 
 
-if __name__ == "__main__":  # as a program of env.program
+if __name__ == "__main__":  # env.program starts this file as the agent program
     podrl.agent.serve(_solve)

@@ -13,8 +13,9 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
     """Generates with random weights, and scores the samples as the trainer does, with the same weights and dtype.
 
     Returns:
-      tokens (number of compared tokens), entropy (mean of -log p of the sampled tokens, in nats; `--embed_scale` sets
-      it), and mean, p99 and max of the absolute difference between both log-probabilities of a token, in nats.
+      tokens: number of compared tokens.
+      entropy: mean of -log p of the sampled tokens, in nats; `--embed_scale` sets it.
+      mean, p99, max: absolute difference between both log-probabilities of a token, in nats.
     """
     args = make_parser(prog="python -m benchmarks agree", description=__doc__).parse_args(argv)
     fake_devices(args.devices)

@@ -22,7 +22,8 @@ class Case:
       config: value of --config that names the configuration.
       hosts: number of hosts with four chips for the trainer, and the same number for the rollout: 1 or 2.
       changes: values of keys.
-      programs: beginnings of the names of the programs to compile; () for all. Other cases compile the rest.
+      programs: beginnings of the names of the programs to compile; () for all. The other programs of this
+        configuration are the same as in another case.
     """
 
     config: str
@@ -63,7 +64,8 @@ CASES = {
         changes=_SHARED | {"roles.trainer.mesh": "fsdp=-1,seq=2"},
         programs=("train step", "reference"),
     ),
-    # The teacher is the policy's own checkpoint. If it only gave advantages, the programs would be those of `default`.
+    # The teacher is the policy's own checkpoint, and is compared with the policy in the loss. A teacher that only gave
+    # advantages would need no case, because its programs would be those of `default`.
     # The programs that score likely ids are left out: on tpu7x, a failed check of libtpu 0.0.42 ends the process.
     "teacher_top_k": Case("grpo_gemma.py", changes=_TAUGHT | {"grpo.teacher_kl": "top_k"}, programs=_UPDATE),
     "teacher_full": Case("grpo_gemma.py", changes=_TAUGHT | {"grpo.teacher_kl": "full"}, programs=_UPDATE),
@@ -72,17 +74,17 @@ CASES = {
     "gemma3_4b": Case("grpo_real.py:gemma3_4b_v5e16", hosts=2, changes=_HALVED | {"roles.trainer.mesh": "fsdp=-1"}),
     "qwen3_06b": Case("grpo_real.py:qwen3_06b_v6e8", changes=_MESHES),
 }
-# Configurations with the same programs as a case.
+# Configurations that are not compiled, because their programs are those of the named case.
 SAME = {
-    "grpo_tools.py:mcp": "tools",  # another place of the same tool
+    "grpo_tools.py:mcp": "tools",  # the same tool, in an MCP server
     "sft_tools.py": "sft",
     "grpo_agents.py": "tools",
-    "grpo_reasoning.py": "default",  # with other records
+    "grpo_reasoning.py": "default",  # the default job with other records
     "grpo_search.py": "tools",
     "grpo_search.py:prompted": "tools",
     "sft_search.py": "sft",
     "grpo_real.py:qwen3_06b_gpu": "qwen3_06b",  # on a GPU
-    # Other sizes without adapters, which podrl.plan compiles for their own slices.
+    # Other sizes, which train all weights. The named case stands for them; podrl.plan compiles them for their slices.
     "grpo_qwen.py:qwen3_06b_v6e8": "qwen3_06b",
     "grpo_qwen.py:qwen3_17b_v6e8": "qwen3_06b",
     "grpo_qwen.py:qwen3_4b_v6e16": "qwen3_06b",

@@ -32,22 +32,27 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
     """Compiles `generate` and the largest prefill for a topology and counts HBM reads in the compiled text.
 
     The count walks the compiled program: every operation reads its operands that lie in HBM (slices and gathers only
-    the part that they take), and a loop counts as often as it runs. The number of runs of the loops over reads follows
-    from the list of reads, which the engine's own code writes for lanes that all hold a whole prompt and the given
-    number of sampled tokens. The pages that a kernel reads are counted from this list, too: the kernel copies the page
-    of each read once.
+    the part that they take), and a loop counts as often as it runs. In attention a loop runs over reads: a read is one
+    page of keys and values that one lane, or several lanes together, take. The engine's own code lists the reads for
+    lanes that all hold a whole prompt and the given number of sampled tokens, and this list gives the number of runs.
+    A kernel copies the page of each read once, so its pages are counted from the list, too.
 
     Returns:
-      kernel (True if attention is a kernel),
-      peak_bytes and prefill_peak_bytes (of one chip), hbm_bytes (that a program may use), fits, compile_seconds,
-      weight_bytes (of one chip, without tables from which a token reads one row; all experts count as if each had a
-      token),
-      state_bytes (of the lanes' linear attention on one chip), and for every number of sampled tokens kv_bytes (live
-      keys and values of one chip, prompts counted once per group), read_bytes (per step), ratio (read_bytes over
-      weights, states and live keys and values),
-      least_ms (of a step: bytes read and written, over the chip's bandwidth), sent_bytes (by a chip over links in a
-      step), sent_least_ms (sent_bytes over the bandwidth of all its links) and collectives (count and bytes sent in a
-      step by kind; a collective that runs once a dispatch counts as a fraction in each step). Nothing is measured.
+      kernel: True if attention is a kernel.
+      peak_bytes, prefill_peak_bytes: peaks of `generate` and of the prefill on one chip.
+      hbm_bytes, fits: bytes that a program may use; True if both peaks are within them.
+      compile_seconds: seconds for compiling both programs.
+      weight_bytes: weights of one chip, without tables from which a token reads one row; all experts count as if each
+        had a token.
+      state_bytes: states of the lanes' linear attention on one chip.
+      steps: an entry for every number of sampled tokens, with these figures of one chip in one decode step:
+        kv_bytes: live keys and values; prompts count once per group.
+        read_bytes: bytes read from HBM.
+        ratio: read_bytes over the bytes of weights, states, and live keys and values.
+        least_ms: time for the bytes that are read and written, at the chip's bandwidth.
+        sent_bytes, sent_least_ms: bytes sent over links, and the time for them over all links of the chip.
+        collectives: by kind, count and bytes sent. A collective that runs once a dispatch counts as a fraction.
+      Nothing is measured.
 
     Raises:
       ValueError: the size or the topology is unknown, or the mesh does not fit the topology.
@@ -155,7 +160,7 @@ def _count(
 
 
 def _filled(engine: Any, prompt: int, sampled: int, group: int) -> tuple[Any, int]:
-    """Builds the reads of a shard whose lanes all hold a prompt and `sampled` tokens: (reads, tokens read)."""
+    """Builds the read list of a shard whose lanes all hold a prompt and `sampled` tokens: (list, tokens read)."""
     from podrl.engine.reads import LaneReads, Page
 
     C, free = engine.shape.page_tokens, iter(range(engine.shape.pages))

@@ -17,8 +17,9 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
 
     Returns:
       update_ratio, decode_ratio: processor time with experts divided by processor time of the dense model, median of
-      the rounds. The same names with `_wall`: the ratios of wall times. And each model's medians of both times, in
-      milliseconds.
+        the rounds.
+      update_ratio_wall, decode_ratio_wall: the same ratios of wall times.
+      The other figures are each model's median processor and wall times, in milliseconds.
     """
     parser = argparse.ArgumentParser(prog="python -m benchmarks experts", description=__doc__)
     parser.add_argument("--experts", default="8:2", metavar="COUNT:CHOSEN", help="see benchmarks step --help")

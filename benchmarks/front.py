@@ -28,10 +28,11 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
     Every client has a key of its own. The model is a stand-in: once --open requests are open, it answers the oldest.
 
     Returns:
-      server_cpu_ms (processor time of the endpoint's process per request, with one connection for all requests of a
-      client: the median over parts of the run, each as long as --open requests), server_cpu_ms_least (the least of
-      these parts, which other work on the machine disturbs least), closing_cpu_ms, closing_cpu_ms_least (the same with
-      a new connection for each request), request_bytes (body of a request).
+      server_cpu_ms: processor time of the endpoint's process per request, with one connection for all requests of a
+        client. The run is cut into parts of --open requests, and this is the median over the parts.
+      server_cpu_ms_least: the least of these parts, which other work on the machine disturbs least.
+      closing_cpu_ms, closing_cpu_ms_least: the same with a new connection for each request.
+      request_bytes: length of a request's body.
     """
     parser = argparse.ArgumentParser(prog="python -m benchmarks front", description=__doc__)
     parser.add_argument("--open", type=int, default=128, help="requests that are open at once, each of its own client")
@@ -49,13 +50,13 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
 
 
 class _Model:
-    """The owner of the front (a podrl.environments.front.Handler): answers the oldest request when enough are open.
+    """Stands for the model behind the endpoint (front): answers the oldest request when enough are open.
 
     Attributes:
-      front: the front.
+      front: the endpoint, which passes each request to this object (a podrl.environments.front.Handler).
       left: number of requests that are not answered yet.
-      process: number of the front's process.
-      spent_s: processor time of the front's process after every `most` answers, in seconds.
+      process: id of the endpoint's process.
+      spent_s: processor time of the endpoint's process after every `most` answers, in seconds.
     """
 
     def __init__(self, most: int, answer: Answer) -> None:
@@ -85,7 +86,7 @@ class _Model:
 
 
 async def _cpu_ms(most: int, requests: int, body: bytes, answer: Answer, *, closing: bool) -> list[float]:
-    """Measures the processor time of the front's process per request.
+    """Measures the processor time of the endpoint's process per request.
 
     Returns:
       Milliseconds, for each `most` requests of `most * requests`. The first `most` and the last `most` do not count.

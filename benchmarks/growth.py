@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-# By millions of parameters, about: (layers, width, width of the feed-forward, heads, vocabulary).
+# Models by their rough number of parameters in millions: (layers, width, width of the feed-forward, heads, vocabulary).
 _MODELS = {
     0.5: (3, 128, 256, 4, 384),
     2: (4, 192, 576, 6, 1024),
@@ -32,7 +32,7 @@ class Series:
 
     Attributes:
       bench: benchmark that measures it.
-      cost: figure of the benchmark that is the cost.
+      cost: name of the benchmark's figure that is the cost.
       work: function (figures) -> work of the benchmark, in any unit.
       points: options of the benchmark for each size.
       unit: plural noun of a size, for messages.

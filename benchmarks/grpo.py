@@ -52,10 +52,11 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
     A model of random weights hardly ever ends a sample, so nearly all have `--max_new` tokens.
 
     Returns:
-      steps (number of measured steps); step_s (median) and steps_per_hour; and the medians of these metrics, as far as
-      the run has them:
-      rollout_s, decode_s, reward_s, update_s, publish_s and waiting_s (seconds of stages), rollout_tokens_per_s,
-      tokens_per_s_per_device, sampler_abs_diff, mfu and memory_peak (docs/metrics.md).
+      steps, step_s, steps_per_hour: number of measured steps, median seconds of a step, and steps per hour.
+      rollout_s, decode_s, reward_s, update_s, publish_s, waiting_s: median seconds of stages, as far as the run has
+        them.
+      rollout_tokens_per_s, tokens_per_s_per_device, sampler_abs_diff, mfu, memory_peak: medians of the metrics of these
+        names (docs/metrics.md), as far as the run has them.
 
     Raises:
       ValueError: the job failed; the message is its last lines.

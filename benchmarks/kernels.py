@@ -37,9 +37,9 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
     kernels run in Pallas' interpreter, which only shows that this command works.
 
     Returns:
-      FORM_error for each form: the largest absolute difference of its outputs and gradients from the definition in
-      float32, over the largest absolute value. reference_error is the error of the definition itself in `--dtype`: the
-      rounding error that every form has.
+      FORM_error: for each form, the largest absolute difference of its outputs and gradients from the definition in
+        float32, divided by the largest absolute value.
+      reference_error: the same for the definition itself in `--dtype`, which is the rounding error of every form.
     """
     args = _parser().parse_args(argv)
     fake_devices(args.devices)

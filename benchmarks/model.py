@@ -11,7 +11,7 @@ SMALL = {"layers": 3, "dim": 128, "ffn": 256, "heads": 4, "kv_heads": 2, "head_d
 
 
 def add_options(parser: argparse.ArgumentParser, **sizes: int) -> None:
-    """Adds options for the model's sizes, with these defaults in place of SMALL's."""
+    """Adds options for the model's sizes; `sizes` are defaults that replace values of SMALL."""
     parser.add_argument("--size", default="", help="a published size (podrl/models/sizes.py) in the place of these:")
     for name, default in (SMALL | sizes).items():
         parser.add_argument(f"--{name}", type=int, default=default)

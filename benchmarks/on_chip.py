@@ -99,7 +99,9 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
     """Runs the parts that fit into the time, and writes DIR/NAME.json for each and the table DIR/chips.md.
 
     Returns:
-      done, failed and left (names of parts), table (its file), and minutes.
+      done, failed, left: names of the parts that ended well, that failed, and for which no time was left.
+      table: path of the table.
+      minutes: minutes that this call took.
 
     Raises:
       ValueError: no device could be measured.

@@ -8,7 +8,7 @@ from typing import Any
 _SLOW = frozenset(
     ["cosine", "exponential", "exponential-minus-one", "log", "log-plus-one", "logistic", "power", "sine", "tanh"]
 )
-# In a trace the time of these operations contains the time of the operations inside them.
+# A trace times these operations, and again the operations inside them; to count no time twice, these are left out.
 _CONTAINERS = ("while", "conditional", "call")
 
 

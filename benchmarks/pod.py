@@ -33,15 +33,18 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
     """Runs the training loop of every host of a pod, without devices, and measures its leader.
 
     The leader is this process; the other hosts are threads of `--processes` further processes. All of them run the
-    job's own loop, channel, encryption, control messages, batches and farewell; sampling and updates are sleeps, and
-    weights do not move. Only the first `--gathering` trainer hosts fetch rows from the rollout hosts; the others only
-    exchange messages with the leader, whose load does not depend on these rows.
+    job's own loop, channel, encryption, control messages, batches and farewell messages; sampling and updates are
+    sleeps, and weights do not move. Only the first `--gathering` trainer hosts fetch rows from the rollout hosts; the
+    others only exchange messages with the leader, whose load does not depend on these rows.
 
     Returns:
-      trainers, rollouts, samples (of a step); leader_cpu_ms (processor time of the leader, all threads, per step),
-      messages and megabytes (that the leader sent and received per step), step_ms, added_ms (time of a step beyond the
-      sleeps of one sampling and one update; all hosts share the cores of this machine), others_cpu_ms (processor time
-      of all simulated hosts per step), start_s (seconds until all hosts had joined).
+      trainers, rollouts, samples: numbers of hosts, and samples of a step.
+      leader_cpu_ms: processor time of the leader per step, all threads.
+      messages, megabytes: what the leader sent and received per step.
+      step_ms, added_ms: time of a step, and the part of it beyond the sleeps of one sampling and one update; all hosts
+        share the cores of this machine.
+      others_cpu_ms: processor time of all simulated hosts per step.
+      start_s: seconds until all hosts had joined.
 
     Raises:
       ValueError: a number is below 1.
@@ -101,7 +104,8 @@ def _hosts(args: argparse.Namespace) -> Hosts:
 def _others(args: argparse.Namespace, pod: Pod) -> Iterator[list[float]]:
     """Simulates all hosts but the leader while the context lasts.
 
-    When the context has ended, the list holds the processor seconds per step of each simulating process.
+    The context gives a list. When the context has ended, the list holds the processor seconds per step of each process
+    that simulated hosts.
     """
     members = [p for p in range(pod.seat.hosts.count) if p]
     command = [sys.executable, "-m", "benchmarks.pod"]
@@ -215,10 +219,10 @@ class Data:
 class Cluster:
     """Stands for models and weights; moves nothing."""
 
-    class tokenizer:  # noqa: N801 - as of RLCluster
+    class tokenizer:  # noqa: N801 - stands for the attribute of RLCluster
         pad_id = 0
 
-    class weights:  # noqa: N801 - as of RLCluster
+    class weights:  # noqa: N801 - stands for the attribute of RLCluster
         @staticmethod
         def await_version(version: int) -> None:
             del version
@@ -233,7 +237,7 @@ class Run:
 
     profiler, traced, workdir = Profiler(""), None, None
 
-    class watchdog:  # noqa: N801 - as of Run
+    class watchdog:  # noqa: N801 - stands for the attribute of Run
         @staticmethod
         def stage(name: str) -> contextlib.AbstractContextManager[None]:
             del name
@@ -301,7 +305,7 @@ class _Marks:
 
 
 def _simulate() -> None:
-    """Plays the hosts in the first line of standard input, each on a thread; prints their processor time per step."""
+    """Plays the hosts that the first line of standard input names, each on a thread; prints processor time per step."""
     words = json.loads(sys.stdin.readline())
     args = argparse.Namespace(**words["args"])
 

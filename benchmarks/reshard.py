@@ -35,16 +35,23 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
     """Times moves of one tree from mesh to mesh, `jax.device_put` of the same tree, and a copy in memory.
 
     Returns:
-      plan_ms, plan_cached_ms; first_ms (a move with its compilation), median_ms (a move alone, which replaces the tree
-      of the move before, as in the training loop), fresh_ms (a move that keeps the trees of earlier moves), publish_ms
-      (a replacing move, with checksums on both meshes and their comparison); bytes_moved (between devices); gb_s (bytes
-      read at the source once plus bytes written at the target, over the median); peak_extra_bytes (memory beyond both
-      trees during a move that replaces; on CPU of the whole process, otherwise of the fullest device), bucket_bytes (of
-      all buckets); compiles_after_first; device_put_ms (cast on the source mesh, then jax.device_put); memcpy_gb_s
-      (numpy.copyto of as many bytes as the source tree has, read plus written); memcpy_share (gb_s over memcpy_gb_s);
-      speedup (device_put_ms over median_ms); cpu_ms and device_put_cpu_ms (processor time of this process for a move
-      and for a device_put; other programs affect it less than wall time). With --local_processes, the figures of
-      `benchmarks.reshard_pod.run` instead.
+      plan_ms, plan_cached_ms: time for making the plan, and for finding it in the cache.
+      first_ms: a move with its compilation.
+      median_ms: a move alone, which replaces the tree of the move before, as in the training loop.
+      fresh_ms: a move that keeps the trees of earlier moves.
+      publish_ms: a replacing move, with checksums on both meshes and their comparison.
+      bytes_moved: bytes that cross between devices.
+      gb_s: bytes read at the source once plus bytes written at the target, over the median.
+      peak_extra_bytes: memory beyond both trees during a move that replaces; on CPU of the whole process, otherwise of
+        the fullest device.
+      bucket_bytes: bytes of all buckets.
+      compiles_after_first: programs built after the first move.
+      device_put_ms: cast on the source mesh, then jax.device_put of the same tree.
+      memcpy_gb_s: rate of numpy.copyto for as many bytes as the source tree has, read plus written.
+      memcpy_share, speedup: gb_s over memcpy_gb_s, and device_put_ms over median_ms.
+      cpu_ms, device_put_cpu_ms: processor time of this process for a move and for a device_put; other programs affect
+        it less than wall time.
+      With --local_processes, the figures of `benchmarks.reshard_pod.run` instead.
     """
     args = _parser().parse_args(argv)
     if args.local_processes:

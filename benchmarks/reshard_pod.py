@@ -26,11 +26,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     collective transport.
 
     Returns:
-      The figures of the one-process benchmark, each of the slowest or fullest process, except device_put_ms and speedup
-      (plain jax.device_put does not move between processes); raw_ms (as many bytes between the same devices by ppermute
-      alone, in arrays of a bucket's size), raw_gb_s and gb_s (bytes that cross between processes, over raw_ms and over
-      the time of a move), and raw_share (gb_s over raw_gb_s); cpu_ms and raw_cpu_ms (processor time of all processes
-      for a move and for the raw collective, which other programs do not change much).
+      The figures of the one-process benchmark, each of the slowest or fullest process. device_put_ms and speedup are
+      left out, because plain jax.device_put does not move between processes.
+      raw_ms: time for as many bytes between the same devices by ppermute alone, in arrays of a bucket's size.
+      raw_gb_s, gb_s: bytes that cross between processes, divided by raw_ms and by the time of a move.
+      raw_share: gb_s over raw_gb_s.
+      cpu_ms, raw_cpu_ms: processor time of all processes for a move and for the raw collective; other programs change
+        it little.
 
     Raises:
       ValueError: the meshes do not fill whole processes.
@@ -145,7 +147,8 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _raw(transport: Any, bucket_bytes: int) -> tuple[Any, int]:
-    """Prepares the bound of a move: (function that sends the move's bytes by plain ppermute, number of these bytes).
+    """Prepares the fastest possible move: (function that sends a move's bytes by plain ppermute, number of these
+    bytes).
 
     The bytes go in arrays of a bucket's size: one array for all is slower, because it fits into no cache.
     """

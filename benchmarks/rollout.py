@@ -63,12 +63,16 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
     The model draws nearly uniformly, so a sample ends with probability 1 / vocab per token: lengths have a long tail.
 
     Returns:
-      weight_bytes (of the whole model), kv_token_bytes (of a token's keys and values), samples, prompt_tokens (of all
-      prompts),
-      tokens (sampled per generation), seconds (median of a generation), tok_s, decode_steps (of the busiest shard),
-      lane_utilisation, prefill_tokens, dispatches, spills, host_share (share of the time with no dispatch in flight),
-      cpu_seconds (median CPU time of a generation: comparable where the machine is shared), compiles (programs built
-      after warm-up), warm_up_seconds, peak_bytes (of one device in the compiled `generate`), and the sizes used.
+      weight_bytes, kv_token_bytes: bytes of the whole model, and of a token's keys and values.
+      samples, prompt_tokens, tokens: number of samples, tokens of all prompts, and tokens sampled per generation.
+      seconds, tok_s: median seconds of a generation, and tokens sampled per second.
+      cpu_seconds: median CPU time of a generation, which other programs on the machine disturb less than seconds.
+      decode_steps: decode steps of the busiest shard.
+      lane_utilisation, prefill_tokens, dispatches, spills: figures of the engine.
+      host_share: share of the time with no dispatch in flight.
+      compiles, warm_up_seconds: programs built after warm-up, and seconds of the warm-up.
+      peak_bytes: peak of one device in the compiled `generate`.
+      The sizes used.
     """
     args = make_parser().parse_args(argv)
     fake_devices(args.devices)

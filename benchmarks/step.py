@@ -45,13 +45,18 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
     """Times training updates on random samples of random lengths; with --seq it counts instead (benchmarks.sequence).
 
     Returns:
-      seconds (median of an update, log-probabilities of the reference excluded), cpu_seconds (processor time of
-      an update, which means more than seconds where other programs run), logprob_seconds (scoring the same batch once),
-      tokens_per_second (real tokens), completion_tokens_per_second, padding_share (of computed tokens), mfu (model
-      FLOP, real tokens, forward and backward, over `matmul_flops`), matmul_flops (this machine's rate for `--dtype`,
-      FLOP/s over the mesh), peak_flops (the vendor's for bfloat16, 0 where it is not known), peak_bytes (of one device
-      in the compiled update), compiles (programs built after the first update), the shapes used, and with --operations
-      the seconds that all devices spent in each kind of operation in an update.
+      seconds, cpu_seconds: median wall time and processor time of an update, without the reference's log-probabilities.
+        If other programs run, cpu_seconds says more.
+      logprob_seconds: seconds for scoring the same batch once.
+      tokens_per_second, completion_tokens_per_second: real tokens, and real tokens of completions, per second of an
+        update.
+      padding_share: share of the computed tokens that are padding.
+      mfu: FLOP per second of forward and backward over real tokens, divided by `matmul_flops`.
+      matmul_flops, peak_flops: FLOP/s of this machine over the mesh for `--dtype`, and the vendor's for bfloat16; 0 if
+        unknown.
+      peak_bytes: peak of one device in the compiled update.
+      compiles: programs built after the first update.
+      The shapes used; with --operations also the seconds that all devices spent in each kind of operation in an update.
     """
     args = make_parser().parse_args(argv)
     if args.seq:
@@ -234,7 +239,8 @@ def _pack(sample: dict[str, np.ndarray], placement: Any) -> Any:
         "advantage_BT": placement.scatter(advantage_BT, where_BT=sample["mask_BT"]),
         "kl_scale": 1.0,
     }
-    # All other arrays that the loss requires are numbers like log-probabilities.
+    # Whatever else the loss reads per token gets random numbers of the size of log-probabilities: their values do not
+    # change the time.
     required = [field.name for field in dataclasses.fields(ReferencedRows) if field.default is dataclasses.MISSING]
     others = {name: logprob_BT for name in required if name not in given}
     return placement.batch(ReferencedRows(**given, **others))

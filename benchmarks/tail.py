@@ -1,4 +1,4 @@
-"""Measures how much of a batch's tail windows save: `python -m benchmarks rollout --tail --staleness=2`."""
+"""Measures how many decode steps windows of tokens save: `python -m benchmarks rollout --tail --staleness=2`."""
 
 import argparse
 import dataclasses
@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-STEPS, SHOWN = 14, 8  # training steps, and the number of last steps that count
+STEPS, SHOWN = 14, 8  # number of training steps; only the last SHOWN steps count
 MEAN, SIGMA = 5.0, 0.9  # mean and standard deviation of the logarithm of a sample's length
 
 
@@ -24,12 +24,16 @@ def measure(bench: Any, args: argparse.Namespace) -> dict[str, Any]:
       args: options of the bench.
 
     Returns:
-      decode_steps (per training step) and decode_steps_whole (with a staleness of 1), their quotient fewer_steps, the
-      same three by a simulation without dispatches (bound_*), mixed_samples (share of samples that several versions
-      drew), prefill_tokens (per training step, prompts included), prefill_tokens_whole, lane_utilisation; window_cpu_s
-      (processor seconds of a window), predicted_cpu_s (what the model of podrl.plan --lengths predicts for a window
-      from the speeds of whole batches), window_cpu_s_whole and predicted_cpu_s_whole (the same for whole batches,
-      predicted from the speeds of windows).
+      decode_steps, decode_steps_whole: decode steps per training step in windows, and with whole batches (a staleness
+        of 1).
+      fewer_steps: decode_steps_whole over decode_steps.
+      bound_*: the same three figures by a simulation without dispatches.
+      mixed_samples: share of samples that several versions drew.
+      prefill_tokens, prefill_tokens_whole: tokens that prefill computed per training step, prompts included.
+      lane_utilisation: sampled tokens over lane places of all decode steps, in windows.
+      window_cpu_s, predicted_cpu_s: processor seconds of a window, measured, and predicted by the model of podrl.plan
+        --lengths from the speeds of whole batches.
+      window_cpu_s_whole, predicted_cpu_s_whole: the same for whole batches, predicted from the speeds of windows.
     """
     lengths = [_lengths(args, step) for step in range(STEPS)]
     staleness = max(args.staleness, 1)
@@ -85,7 +89,7 @@ def _predicted(windows: Sequence[_Played], others: Sequence[_Played]) -> float:
 
 
 def _work(bench: Any, args: argparse.Namespace, rows: Sequence[tuple[Any, Any]], lengths: Sequence[np.ndarray]) -> Any:
-    """Returns a function of `waits` that counts a window's device calls by the model of podrl.plan --lengths."""
+    """Returns a function (waits) -> decode steps and prefill calls of a window, by podrl.plan.simulate.window_work."""
     from podrl.plan.simulate import Load, window_work
 
     config, mesh = bench.worker.config, bench.worker.mesh
@@ -155,7 +159,8 @@ def _engine(bench: Any, args: argparse.Namespace, lengths: Sequence[np.ndarray],
         def _make(self, session: Any) -> None:
             super()._make(session)
             for track, b in self.rows.items():
-                # The same expectation for all: the scheduler must not know in advance how long a sample becomes.
+                # All samples get the same expected length: the scheduler must not know in advance how long a sample
+                # becomes.
                 track.limit, track.expected = int(self._lengths_B[b]), 1.0
 
     def begin(step: int) -> Cut:

@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks import rollout, tail
 from benchmarks.model import fake_devices
 
-_COUNTED = 8  # steps of a turn
+_COUNTED = 8  # steps that count whenever one of the two ways has its turn
 
 
 class Calls:
@@ -48,12 +48,17 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
     is prefilled apart: the excess of `of_context` over 1 is the cost of the calls.
 
     Returns:
-      of_plain (seconds with calls over seconds of plain samples and prefill), of_context, cpu_of_plain, cpu_of_context
-      (the same quotients of CPU time: comparable where the machine is shared), seconds, plain_seconds, prefill_seconds
-      (medians of runs that take turns), tokens, calls, given_tokens (of the tools' outputs), prefill_per_given (tokens
-      that prefill computed per given token), decode_steps, decode_steps_plain, lane_utilisation (sampled tokens over
-      lane places of all decode steps), lane_utilisation_plain, host_seconds_per_call (CPU time of this process's Python
-      threads, beyond their time for plain samples), spills, compiles; with --slow, the figures of `_stale` instead.
+      of_plain, cpu_of_plain: time with calls over the time of plain samples and prefill, in wall seconds and in CPU
+        time. CPU time is comparable where the machine is shared.
+      of_context, cpu_of_context: the same two quotients for the comparison `of_context` above.
+      seconds, plain_seconds, prefill_seconds: median seconds with calls, of plain samples, and of prefill, in turns.
+      tokens, calls, given_tokens: sampled tokens, calls, and tokens of the tools' outputs.
+      prefill_per_given: tokens that prefill computed per token of an output.
+      decode_steps, decode_steps_plain: decode steps with calls, and of plain samples.
+      lane_utilisation, lane_utilisation_plain: sampled tokens over lane places of all decode steps.
+      host_seconds_per_call: CPU time of this process's Python threads per call, beyond their time for plain samples.
+      spills, compiles: counts of the engine with calls.
+      With --slow, the figures of `_stale` instead.
     """
     parser = rollout.make_parser(prog="python -m benchmarks tools", description=__doc__)
     parser.set_defaults(mesh="data=1", max_new=128)
@@ -112,8 +117,10 @@ def _stale(bench: rollout.Bench, args: Any) -> dict[str, Any]:
     windows ends one turn in each window except its last (`env.calls_per_window=1`).
 
     Returns:
-      staleness, step_seconds (of a step, median), step_seconds_whole (with a staleness of 1), faster (their quotient),
-      lane_utilisation, lane_utilisation_whole.
+      staleness: staleness of the windows.
+      step_seconds, step_seconds_whole: median seconds of a step in windows, and with whole batches (a staleness of 1).
+      faster: step_seconds_whole over step_seconds.
+      lane_utilisation, lane_utilisation_whole: share of busy lanes in windows, and with whole batches.
     """
     fields = {name: [value] * args.prompts for name, value in _asked(args, args.calls, args.given).items()}
     times: dict[int, list[float]] = {args.staleness: [], 1: []}
@@ -125,7 +132,8 @@ def _stale(bench: rollout.Bench, args: Any) -> dict[str, Any]:
                 seconds, lanes = _steps(bench, args, fields, staleness)
                 times[staleness] += seconds
                 busy[staleness] += lanes
-    kept = {S: [max(t, args.update_ms / 1e3) for t in seconds[_COUNTED:]] for S, seconds in times.items()}  # warm
+    # The first turn of each way is left out: it compiles.
+    kept = {S: [max(t, args.update_ms / 1e3) for t in seconds[_COUNTED:]] for S, seconds in times.items()}
     step, whole = median(kept[args.staleness]), median(kept[1])
     return {
         "staleness": args.staleness,

@@ -29,9 +29,12 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
     """Trains a configuration with every second step traced, and compares the medians of both kinds of steps.
 
     Returns:
-      step_s and traced_step_s (medians), traced_step_cost_s (median difference between a traced step and its
-      neighbours), cost (share of a step's time that tracing takes by default, with one traced step in
-      log.samples_every), bytes_per_traced_step, span_bytes_per_step, and the steps compared.
+      step_s, traced_step_s: median seconds of an untraced and of a traced step.
+      traced_step_cost_s: median difference between a traced step and its neighbours.
+      cost: share of a step's time that tracing takes by default, with one traced step in log.samples_every.
+      bytes_per_traced_step, span_bytes_per_step: bytes that a traced step adds to the trace, and that a step adds to
+        the spans.
+      steps: number of traced steps that were compared.
 
     Raises:
       ValueError: there are too few steps, or the run failed.
@@ -44,7 +47,8 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
         overrides = [f"trainer.max_steps={args.steps}", "log.samples_every=2", "log.trace=sampled", "eval.problems=0"]
         command = [sys.executable, "-m", "podrl.launch", f"--config={args.config}", f"--workdir={workdir}"]
         command += [f"--config.{each}" for each in (*overrides, "checkpoint.every=0", *args.set)]
-        # Python's own table lacks the variables that libraries of this process, such as libtpu, have set since.
+        # os.environ lacks the variables that C libraries of this process, such as libtpu, have set after Python
+        # started.
         own = dict(os.environ)
         ended = subprocess.run(command, capture_output=True, text=True, env=own)
         if ended.returncode:

@@ -35,9 +35,13 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
     decodes and prefills, and the idle shares, follow from the model alone.
 
     Returns:
-      max_staleness, samples, lanes, steps (that counted), decode_step_ms, prefill_call_ms, window_ms (other work), and,
-      each measured and by the model: decode_steps and prefill_calls of a window, step_s, trainer_idle (share of a step
-      in which the trainer waits for samples), rollout_idle (share in which the rollout waits for weights).
+      max_staleness, samples, lanes, steps: sizes of the run; steps are those that counted.
+      decode_step_ms, prefill_call_ms, window_ms: times of a decode step, a prefill call, and a window's other work.
+      The next figures exist twice, measured and by the model (with the prefix model_):
+      decode_steps, prefill_calls: counts of a window.
+      step_s: seconds of a step.
+      trainer_idle, rollout_idle: share of a step in which the trainer waits for samples, and in which the rollout waits
+        for weights.
 
     Raises:
       ValueError: there is no such run, or it has too few steps.
@@ -72,7 +76,8 @@ class _Seen:
     """Reads the measurements of a run, except those of its first steps.
 
     Attributes:
-      staleness, load: staleness and load of the run.
+      staleness: the run's `max_staleness`.
+      load: sizes of the run's engine and batches (podrl.plan.simulate.Load).
       steps: steps that are read.
     """
 

@@ -1,4 +1,4 @@
-"""DPO: pairs of answers to one prompt, of which one is preferred (arXiv 2305.18290).
+"""DPO: pairs of answers to one prompt, with one answer of each pair preferred (arXiv 2305.18290).
 
 Default: the checkpoint that comes with podrl learns to prefer the reference form of a solution to a base model's form
 of it, on a CPU machine: greedy answers 25.0 -> 77.3 %, sampled 14.1 -> 42.5 %, in 40 steps.

@@ -24,7 +24,8 @@ def get_config() -> ConfigDict:
     config.env = ConfigDict({"program": "python -m podrl.environments.sums_agent", "processes": 16})
     config.grpo = ConfigDict({"num_generations": 8, "loss_agg_mode": "sequence-mean-token-mean", "beta": 0.0})
     config.rollout = ConfigDict({"prompts_per_step": 16, "max_prompt_length": 48})
-    # Largest number of tokens after the prompt, in all requests of an episode together, and of those that are sampled.
+    # Largest numbers of tokens in all requests of an episode together: first all tokens after the prompt, then the
+    # sampled tokens alone.
     config.rollout.update({"max_response_tokens": 144, "max_tokens_to_generate": 56, "temperature": 1.0})
     config.reward = ConfigDict({"fns": ("number",), "workers": 1})
     config.trainer = ConfigDict({"max_steps": 20, "eval_every_n_steps": 20, "learning_rate": 2e-4})

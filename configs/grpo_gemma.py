@@ -16,7 +16,7 @@ Variants:
     grpo_gemma.py:gemma2_2b_v5e16   Gemma 2 2B on GSM8K with LoRA, trainer and rollout on 8 TPU v5e chips each; needs
                                     --config.model.path=DIR and --config.data.path=FILE
 
-Variants that train all weights of Gemma 4 on GSM8K, on two slices of which one trains and one generates; they need the
+Variants that train all weights of Gemma 4 on GSM8K, on two slices: one slice trains, the other generates. They need the
 same two paths. None has been run on its machine; docs/measurements/planning.md has what podrl.plan counted for each.
     grpo_gemma.py:gemma4_e2b_v6e16      E2B on two v6e 2x4 slices
     grpo_gemma.py:gemma4_e4b_v6e16      E4B on two v6e 2x4 slices
@@ -74,7 +74,7 @@ def _tiny() -> ConfigDict:
     # max_prompt_length 0 is the longest prompt of the data.
     config.rollout = ConfigDict({"prompts_per_step": 16, "max_prompt_length": 0, "max_tokens_to_generate": 40})
     config.rollout.temperature = 1.0
-    config.rollout.members_per_read = 8  # all samples of a group
+    config.rollout.members_per_read = 8  # one read of a prompt's page serves all samples of a group
     config.reward = ConfigDict(
         {
             "fns": ("exact_format", "approximate_format", "answer", "number"),
@@ -115,7 +115,7 @@ def _gemma2_2b(config: Any) -> None:
     config.rollout.update(
         {"temperature": 0.9, "top_p": 1.0, "top_k": 50, "data_type": "bfloat16", "kv_cache_size": 1024}
     )
-    config.rollout.members_per_read = 4  # all samples of a group
+    config.rollout.members_per_read = 4  # one read of a prompt's page serves all samples of a group
     config.trainer = ConfigDict(
         # GSM8K has 7,473 problems to train on: all of them once.
         {"max_steps": 3738, "eval_every_n_steps": 500, "learning_rate": 3e-6, "schedule": "cosine"}

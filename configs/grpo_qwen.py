@@ -4,7 +4,7 @@ No variant has been run on its machine. docs/measurements/planning.md has what p
 
     python -m podrl.launch --config=grpo_qwen.py:qwen3_4b_v6e16 --config.model.path=DIR --config.data.path=train.jsonl
 
-Variants, most of them on two slices, of which one trains and one generates:
+Variants, most of them on two slices (one slice trains, the other generates):
     qwen3_06b_v6e8        0.6B on one v6e-8 host: four chips train, four generate
     qwen3_17b_v6e8        1.7B on the same machine
     qwen3_4b_v6e16        4B on two v6e 2x4 slices

@@ -49,7 +49,7 @@ def get_config(variant: str = "python") -> ConfigDict:
     # Largest number of tokens of a response, and of tokens that the model samples; the other tokens come from the
     # calculator.
     config.rollout.update({"max_response_tokens": 88, "max_tokens_to_generate": 56, "temperature": 1.0})
-    # 1.5 for the right answer; a call that fails costs a tenth of that.
+    # With these weights a sample gets 1.5 for the right answer, and each failed call costs a tenth of 1.5.
     config.reward = ConfigDict({"fns": ("number", "failed_calls"), "weights": (1.0, 0.15), "workers": 1})
     config.trainer = ConfigDict({"max_steps": 60, "eval_every_n_steps": 20, "learning_rate": 2e-4})
     config.trainer.update({"schedule": "constant", "max_grad_norm": 1.0, "b2": 0.99, "max_seq_token_per_tpu": 2048})

@@ -1,4 +1,4 @@
-"""ORPO: pairs of answers to one prompt, of which one is preferred, without a reference (arXiv 2403.07691).
+"""ORPO: pairs of answers to one prompt, with one answer of each pair preferred; no reference (arXiv 2403.07691).
 
 Default: the checkpoint that comes with podrl learns to prefer the reference form of a solution to a base model's form
 of it, on a CPU machine: greedy answers 25.0 -> 86.3 %, sampled 14.1 -> 62.5 %, in 40 steps.

@@ -1,4 +1,4 @@
-"""Trains a reward model on pairs of answers to one prompt, of which one is preferred (Bradley-Terry).
+"""Trains a reward model on pairs of answers to one prompt, with one answer of each pair preferred (Bradley-Terry).
 
 Default: the checkpoint that comes with podrl, with a new head, learns to score the reference form of a solution above a
 base model's form of it, on a CPU machine: held-out pairs ranked right 50.0 -> 100 %, in 30 steps.

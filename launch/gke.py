@@ -103,8 +103,9 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--apply", action="store_true", help="submit with kubectl apply")
     parser.add_argument("--dry_run", action="store_true", help="with --apply: print the kubectl command, run nothing")
     args = parser.parse_args(own)
-    # The Secret has a new name in every submission. If a set is submitted by mistake under the name of a running set,
-    # it is refused, because pods cannot be changed, and the running pods must keep their key.
+    # The Secret has a new name in every submission. If a second set is submitted by mistake with the name of a running
+    # set, the second set is refused, because pods cannot be changed. The running pods must then still find their own
+    # key.
     args.channel = f"{args.name}-channel-{secrets.token_hex(3)}"
     return args, extra
 
@@ -407,7 +408,7 @@ def submit(text: str, args: argparse.Namespace, more: str = "") -> int:
     Args:
       text: manifests as YAML.
       args: our flags.
-      more: words for --dry_run that name objects of `text` that are not shown.
+      more: names of the objects in `text` that --dry_run does not show, as words for its message; '' for none.
     """
     apply = ["kubectl", "apply", "-f", "-"]
     if args.dry_run:

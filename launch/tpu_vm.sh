@@ -140,14 +140,14 @@ ask_job() { # asks the job of --join for its secret, the values of --env, podrl'
   mapfile -d '' told <"$scratch/told"
   secret=${told[0]:-}
   [[ $secret =~ ^[0-9a-f]{32}$ && ${told[2]:-} =~ ^[0-9]+$ ]] || die "what $join says of the job it runs is not complete"
-  environment=("${told[@]:3:told[2]}" "${environment[@]}") # the later ones win: those of this command
+  environment=("${told[@]:3:told[2]}" "${environment[@]}") # of equal names the last counts: this command's
   podrl=("${told[@]:3+told[2]}" "--join=${told[1]}")
 }
 
 copy_code() {
   local archive=$1 pair
   if git -C "$root" rev-parse --is-inside-work-tree >/dev/null 2>&1; then
-    # Tracked and new files, without those that git ignores and those that have been deleted.
+    # Lists tracked and new files, without files that git ignores and files that have been deleted.
     git -C "$root" ls-files -z --cached --others --exclude-standard >"$scratch/all"
     while IFS= read -r -d '' name; do
       [[ ! -e $root/$name ]] || printf '%s\0' "$name"

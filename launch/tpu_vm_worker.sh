@@ -5,9 +5,9 @@
 #   tpu_vm_worker.sh start --run=ID --max_restarts=N -- PODRL_FLAGS...
 #   tpu_vm_worker.sh follow --lines=N | status | stacks | kill --grace=SECONDS | tell
 #
-# Everything lives in ~/podrl-run: code-ID (and `code`, the one that runs), venv, work (the working directory, kept from
-# run to run so that relative --workdir paths resume), logs/ID.log, and in state/ the files run, pid, boot, restarts,
-# arguments, exit_code. Every action may be repeated without harm: gcloud retries when a connection drops.
+# Everything lives in ~/podrl-run: code-ID (and `code`, a link to the code that runs), venv, work (the working directory,
+# kept from run to run so that relative --workdir paths resume), logs/ID.log, and in state/ the files run, pid, boot,
+# restarts, arguments, exit_code. Every action may be repeated without harm: gcloud retries when a connection drops.
 set -euo pipefail
 
 base=$HOME/podrl-run
@@ -86,7 +86,7 @@ install() {
     # Newer images forbid pip to change the system's Python without this variable; --user changes only the home.
     PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install --quiet --user --require-hashes --only-binary=:all: -r "$code/launch/uv.lock"
     rm -rf "$base/venv"
-    python3 -m uv venv --quiet --python 3.12.11 "$base/venv" # uv knows its hash; no pip, whose hash nobody checks
+    python3 -m uv venv --quiet --python 3.12.11 "$base/venv" # uv checks its hash; no pip: nobody would check pip's
     install=(python3 -m uv pip install --quiet "--python=$base/venv/bin/python")
   fi
   "${install[@]}" --require-hashes --only-binary=:all: -r "$code/$lock"
@@ -152,7 +152,9 @@ supervise() { # runs the command until it ends for good; the pid of this process
   printf '%s\n' "$status" >"$state/exit_code"
 }
 
-tell() { # for a slice that joins: secret, address, number of --env values, these values, podrl's flags; each ends by NUL
+# Prints what a slice that joins has to know: secret, address, number of --env values, these values, podrl's flags. Each
+# of these texts ends by NUL.
+tell() {
   local address
   local -a environment=() flags=()
   alive || die "podrl does not run here"
@@ -212,7 +214,7 @@ stacks() {
 }
 
 device_holders() {
-  # Errors of find mean nothing here: processes end meanwhile, and those of other users do not show their files.
+  # Errors of find mean nothing here: processes end meanwhile, and processes of other users do not show their files.
   { find /proc/[0-9]*/fd -maxdepth 1 \( -lname "$device_directory/accel[0-9]*" -o -lname "$device_directory/vfio/[0-9]*" \) \
     -printf '%h\n' 2>/dev/null || true; } | cut -d/ -f3 | sort -un
 }

@@ -43,7 +43,7 @@ MISSING = {
     "kubectl": "https://cloud.google.com/kubernetes-engine/docs/how-to/cluster-access-for-kubectl.",
 }
 # Names of this length leave room for '-slice-job-99-99-abcde', which xpk appends, in the 63 characters of a pod name.
-# Pathways has Google's limit,
+# With Pathways the limit is Google's,
 # https://cloud.google.com/ai-hypercomputer/docs/workloads/pathways-on-cloud/pathways-interactive-mode
 NAME_LIMIT = 40
 # Names of xpk's pods, and the port of podrl's channel there: podrl/runtime/detect.py.
@@ -137,8 +137,7 @@ def xpk_command(args: argparse.Namespace, extra: Sequence[str], code: submission
 
 
 def needs_secret(args: argparse.Namespace) -> bool:
-    """True if this submission must write a secret: not for a single controller, nor if --env names a file with the
-    secret."""
+    """True if this submission must write a secret: a single controller needs none, and --env may name a file of it."""
     own = any(pair.startswith("PODRL_SECRET_FILE=") for pair in args.env)
     return not (args.pathways or args.headless or own)
 
