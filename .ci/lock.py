@@ -5,10 +5,12 @@ takes on Python 3.11 to 3.13. For a package without a wheel (SOURCES) it is the 
 or later and a package index.
 """
 
+import atexit
 import functools
 import hashlib
 import json
 import pathlib
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -34,8 +36,9 @@ SOURCES = ("promise",)
 
 @functools.cache
 def sources() -> tuple[str, dict[str, str]]:
-    """Returns a directory with wheels built here of SOURCES, and the SHA-256 of each one's source archive."""
+    """Builds wheels of SOURCES; returns their directory, and the SHA-256 of each package's source archive."""
     folder, hashes = tempfile.mkdtemp(), dict[str, str]()
+    atexit.register(shutil.rmtree, folder)
     for name in SOURCES:
         pip = [sys.executable, "-m", "pip"]
         of = ["--quiet", "--no-deps", "--no-binary=:all:", f"--constraint={ROOT / '.ci' / 'constraints.txt'}", name]

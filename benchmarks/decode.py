@@ -51,7 +51,8 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
         ratio: read_bytes over the bytes of weights, states, and live keys and values.
         least_ms: time for the bytes that are read and written, at the chip's bandwidth.
         sent_bytes, sent_least_ms: bytes sent over links, and the time for them over all links of the chip.
-        collectives: by kind, count and bytes sent. A collective that runs once a dispatch counts as a fraction.
+        collectives: number and bytes of the collectives of each kind. A collective that runs once a dispatch counts
+          as a fraction.
       Nothing is measured.
 
     Raises:

@@ -40,7 +40,7 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
     Returns:
       trainers, rollouts, samples: numbers of hosts, and samples of a step.
       leader_cpu_ms: processor time of the leader per step, all threads.
-      messages, megabytes: what the leader sent and received per step.
+      messages, megabytes: number and size of the messages that the leader sent and received per step.
       step_ms, added_ms: time of a step, and the part of it beyond the sleeps of one sampling and one update; all hosts
         share the cores of this machine.
       others_cpu_ms: processor time of all simulated hosts per step.

@@ -45,7 +45,7 @@ def install(extra: str) -> str:
     root = pathlib.Path(__file__).parents[1]
     if not (root / "pyproject.toml").exists():
         return f"pip install 'podrl[{extra}]'"
-    return f"pip install -e '{'.' if root == pathlib.Path.cwd() else root}[{extra}]'"
+    return f"pip install -e '{'.' if root.samefile('.') else root}[{extra}]'"
 
 
 # The job's key for a setting, by the names that other systems give this setting.

@@ -148,8 +148,9 @@ class GRPO:
     ) -> list[Batch[PolicyRows]]:
         """Packs the mini-batches of one pass, in an order drawn from (seed, step, iteration)."""
         rollouts = experience.rollouts
-        self._compare_routes(step, rollouts)
         loss_mask_BT = self._config.loss_mask(experience)
+        if self._warn_of_routes:
+            self._compare_routes(step, rollouts, loss_mask_BT)
         reads, batches = self._loss.reads(self._sources.mixed), []
         for chosen in self.mini_batches.split(step, iteration, len(advantage_BT)):
             placement = packing.place_samples(rollouts, chosen, self.mini_batches.shape)
@@ -184,25 +185,19 @@ class GRPO:
             batches.append(self._placed(rows, update))
         return batches
 
-    def _compare_routes(self, step: int, rollouts: Rollouts) -> None:
+    def _compare_routes(self, step: int, rollouts: Rollouts, loss_mask_BT: np.ndarray) -> None:
         """Warns at the first batch without router replay how much log-probabilities differ by the choice of experts."""
-        log, self._warn_of_routes = self._warn_of_routes, None
-        if log is None:
-            return
-        if rollouts.route_BTX is None or not np.any(rollouts.mask_BT):
-            log(
-                "Warning: rollout.router_replay is off, so the trainer chooses each token's experts. If it chooses "
-                "others than the sampler, log-probabilities differ: watch sampler/abs_diff, and set "
-                "rollout.router_replay=True or sampler_correction='tis'."
-            )
-            return
-        updates = self.mini_batches.split(step, 0, len(rollouts.length_B))
-        own, replayed = differences_by_routes(self.cluster, rollouts, self.mini_batches.shape, updates)
+        log, self._warn_of_routes = cast(Callable[[str], None], self._warn_of_routes), None
+        chosen = self.mini_batches.split(step, 0, len(loss_mask_BT))[0]
+        found = "may differ more than with router replay"
+        if rollouts.route_BTX is not None and np.any(loss_mask_BT[chosen]):
+            shape = self.mini_batches.shape
+            own, replayed = differences_by_routes(self.cluster, rollouts, chosen, loss_mask_BT, shape)
+            found = f"differ by {own:.2g} nats on average, and with router replay they would differ by {replayed:.2g}"
         log(
-            "Warning: rollout.router_replay is off, so the trainer chooses each token's experts anew. In this batch "
-            f"log-probabilities of trainer and sampler differ by {own:.2g} nats on average (sampler/abs_diff). With "
-            f"router replay they would differ by {replayed:.2g}: set rollout.router_replay=True, or bound the "
-            "difference's effect by sampler_correction='tis'."
+            "Warning: rollout.router_replay is off, so the trainer chooses each token's experts. Log-probabilities "
+            f"of trainer and sampler {found}. Watch sampler/abs_diff, and set rollout.router_replay=True, or bound the "
+            "effect by sampler_correction='tis'."
         )
 
     def _of_update(self, advantage_BT: np.ndarray, update: Update) -> tuple[np.ndarray, Any]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -105,21 +106,38 @@ def policy_scores(
 
 
 def differences_by_routes(
-    cluster: RLCluster, rollouts: Rollouts, shape: PackShape, mini_batches: list[np.ndarray]
+    cluster: RLCluster,
+    rollouts: Rollouts,
+    chosen: np.ndarray,
+    loss_mask_BT: Float[np.ndarray, "B T"],
+    shape: PackShape,
 ) -> tuple[float, float]:
-    """Measures the mean of |trainer's - sampler's log-probability| over the sampled tokens, nats; see `policy_scores`.
+    """Measures `sampler/abs_diff` of the samples of one update, in nats, without the update.
+
+    Args:
+      cluster: the models.
+      rollouts: all samples of the step, with recorded routes.
+      chosen: numbers of the samples of the update.
+      loss_mask_BT: mask of the loss tokens of all samples; `chosen` must have one at least.
+      shape: packed shape of the update.
 
     Returns:
-      The mean if the trainer chooses each token's experts, and the mean if it replays the experts of the sampler.
+      The difference if the trainer chooses the experts of each token, and the difference if the trainer uses the
+      recorded experts.
     """
+    placement, mask_BT = packing.place_samples(rollouts, chosen, shape), loss_mask_BT[chosen]
 
-    def scored(old: str, routes: bool) -> np.ndarray:
-        of = dataclasses.replace(shape, routes=routes)
-        found = policy_scores(cluster, rollouts, of, mini_batches, old=old, reference=lambda _: np.zeros(1))
-        return found.old_logprob_BT[rollouts.mask_BT > 0]
+    def put(rows: Any) -> Batch[Any]:
+        return cluster.actor.put(placement.batch(rows))
 
-    sampler_n = scored("sampler", False)
-    own, replayed = (float(np.mean(np.abs(scored("trainer", routes) - sampler_n))) for routes in (False, True))
+    mask_ABT = put(placement.loss_tokens(mask_BT)[0]).rows
+    sampler_ABT = put(placement.scatter(rollouts.logprob_BT[chosen], where_BT=mask_BT)).rows
+    found = []
+    for routes in (False, True):
+        routed = dataclasses.replace(placement, shape=dataclasses.replace(shape, routes=routes))
+        logprob_ABT = cluster.actor.logprobs(put(routed.replayed(rollouts, chosen)))
+        found.append(float(_distances(logprob_ABT, sampler_ABT, mask_ABT)["sampler/abs_diff"]))
+    own, replayed = found
     return own, replayed
 
 

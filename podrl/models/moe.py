@@ -236,7 +236,9 @@ def balance_loss(
 
 
 class _Layout(NamedTuple):
-    """How tokens and experts lie on the devices that compute a layer; the defaults describe one device that holds all.
+    """The placement of tokens and experts on the devices that compute a layer.
+
+    The defaults describe one device, which holds all tokens and experts.
 
     Attributes:
       spread: mesh axes over which the experts are cut.

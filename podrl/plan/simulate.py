@@ -276,11 +276,11 @@ def window_work(
     """Counts the decode steps and the prefill calls of a window.
 
     Args:
-      parts: by batch, the oldest first: number of tokens that each sample draws in the window; 0 if the sample ended
-        before the window.
-      left: by batch: number of tokens that each sample still has to draw when the window begins.
-      whole: by batch: number of tokens that each sample draws in all its windows. The tokens of earlier windows are
-        prefilled with the prompt.
+      parts: number of tokens that each sample draws in the window, a list for each batch, the oldest batch first; 0 if
+        the sample ended before the window.
+      left: number of tokens that each sample still has to draw when the window begins, a list for each batch.
+      whole: number of tokens that each sample draws in all its windows, a list for each batch. The tokens of earlier
+        windows are prefilled with the prompt.
       load: sizes of the engine and of the batches.
       waits: threshold for the mean share of running samples that end in a dispatch. Above it the engine reads each
         dispatch before it launches another, so that lanes are filled at once (podrl.rollout.players.Pace).

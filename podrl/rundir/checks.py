@@ -505,7 +505,8 @@ def _adapters(now: LogRecord, past: Past) -> str:
 @check(
     "adapters not served",
     kind="evaluation",
-    meaning="evaluations of a trained policy are equal to the last digit: the engine serves the base model",
+    meaning="evaluations of a trained policy are equal to the last digit: the engine serves the base model, or the "
+    "updates are too small, or the records too few, for any answer to change",
     key="rollout.merge_adapters the other way; report it",
 )
 def _served(now: LogRecord, past: Past) -> str:

@@ -12,7 +12,8 @@ class StepBarrier:
 
     Attributes:
       needed_step: first step whose batch a trainer host may still need, as far as the leader knows.
-      orders: by rollout host's address: number of the leader's orders that the host must have read before it goes on.
+      orders: number of the leader's orders that each rollout host must have read before it goes on, by the host's
+        address.
     """
 
     def __init__(self, pod: Pod, run: Run, deadline_s: float):
