@@ -11,6 +11,7 @@ import hypothesis
 import nightly
 import pytest
 from budget import leave_to_nightly
+from exits import exit_only_between_tests
 from quick_runs import NO_EMITTERS, QUICK_RUNS
 from reach import Reach
 
@@ -24,6 +25,8 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="podrl-compiled-")
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+# Before this, one host of a job that ended in the process of the tests ended that process without a word.
+os._exit = exit_only_between_tests(os._exit)
 hypothesis.settings.register_profile("podrl", deadline=None, print_blob=True)  # no example fails because it is slow
 hypothesis.settings.load_profile("podrl")
 

@@ -25,6 +25,10 @@ def joined(hosts: Hosts, *, disposable: bool = False) -> Iterator[list[Pod]]:
         thread.start()
     for thread in joining:
         thread.join(PATIENCE_S)
-    yield pods
-    for pod in reversed(pods):
-        pod.channel.close()
+    try:
+        yield pods
+    finally:
+        for pod in pods:
+            pod._ended.set()  # otherwise a pod that sees another one close ends this process
+        for pod in reversed(pods):
+            pod.channel.close()

@@ -401,8 +401,11 @@ class _Runner:
 
     def kill_now(self) -> None:
         leftovers.end_marked(self._mark)  # first, because a killed process does not show its descendants any more
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        # While a group has members, the system gives its number to no new process: one that has the number of a process
+        # that has ended is another one, perhaps with a group of its own.
+        if self._process.returncode is None or not os.path.exists(f"/proc/{self._process.pid}"):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
 
     async def _read_errors(self) -> None:
         assert self._process.stderr is not None

@@ -9,7 +9,9 @@ import os
 import pathlib
 import select
 import signal
+import subprocess
 import sys
+import types
 
 import jax
 import numpy as np
@@ -615,6 +617,20 @@ time.sleep(1000)
     (hidden,) = kill_when_ready(code, tmp_path)
     assert is_running(hidden)
     os.kill(hidden, signal.SIGKILL)
+
+
+def test_a_process_that_got_the_number_of_a_program_that_has_ended_is_not_killed(tmp_path, monkeypatch):
+    async def start_and_kill(number):
+        runner = await programs._Runner.start([sys.executable, "-c", ""], "", programs._Log(str(tmp_path)))
+        await asyncio.wait_for(runner._process.wait(), PATIENCE_S)
+        monkeypatch.setattr(runner, "_process", types.SimpleNamespace(pid=number, returncode=0))
+        runner.kill_now()
+
+    with subprocess.Popen(["/bin/sleep", "1000"], start_new_session=True) as other:
+        asyncio.run(start_and_kill(other.pid))
+        with pytest.raises(subprocess.TimeoutExpired):
+            other.wait(0.2)
+        other.kill()
 
 
 def kill_when_ready(code: str, directory: pathlib.Path) -> list[int]:
