@@ -84,7 +84,47 @@ COMMON_NAMES = {
     "eval_steps": "trainer.eval_every_n_steps",
     "save_steps": "checkpoint.every",
     "save_total_limit": "checkpoint.keep",
+    "num_iterations": "grpo.num_iterations",
 }
+
+# What to use instead of settings of other systems for which no single key of podrl stands, by shell-style patterns of
+# their names. A name is either here or in `COMMON_NAMES`.
+COMMON_ADVICE = {
+    "seed": "the key for random weights and sampling is seed, in Python RLCluster(seed=N); the key for the order of the "
+    "data is data.seed, in Python GRPOLearner(data_shuffle_seed=N).",
+    "output_dir": "say --workdir=DIR, in Python RLTrainingConfig(checkpoint_root_directory=DIR); the same command or "
+    "script then resumes.",
+    "report_to": "log.to names trackers, such as --config.log.to=\"('wandb',)\" or podrl.run(FILE, {'log.to': "
+    "('wandb',)}). A learner's run writes metrics.jsonl and TensorBoard events into "
+    "RLTrainingConfig(checkpoint_root_directory=DIR).",
+    "per_device_*_batch_size": "a batch is rollout.prompts_per_step x grpo.num_generations samples (jobs on answers "
+    "from data: batch_size of the algorithm's section). trainer.max_seq_token_per_tpu bounds the tokens that a device "
+    "trains on at once, and rollout.lanes the samples that are decoded at once.",
+    "generation_batch_size": "a batch is rollout.prompts_per_step x grpo.num_generations samples.",
+    "num_train_epochs": "trainer.max_steps is the number of updates; a RLTrainingConfig without max_steps makes one "
+    "pass over the data.",
+    "warmup_steps": "trainer.warmup_fraction is the share of trainer.max_steps over which the learning rate rises.",
+    "logging_steps": "metrics.jsonl has every step; log.console_every is the number of steps between printed lines.",
+    "bf16": "trainer.dtype='bfloat16' computes in bfloat16, and trainer.param_dtype is the type of the weights.",
+    "fp16": "podrl trains in float32 or bfloat16; trainer.dtype='bfloat16' computes in bfloat16.",
+    "remove_unused_columns": "there is nothing to set; reward functions receive all fields of a record by name.",
+    "gradient_checkpointing": "trainer.remat says what the backward pass recomputes: 'none', 'dots' or 'full'.",
+    "steps_per_generation": "trainer.mini_batch_size is the number of prompts of an update, each with its samples.",
+    "scale_rewards": "say grpo.advantage_scale='std' (TRL's 'group'), 'batch' or 'none'.",
+    "mask_truncated_completions": "say grpo.overlong_filter.",
+    "delta": "say grpo.epsilon_c.",
+    "loss_type": "say grpo.loss_agg_mode and grpo.policy_loss_fn; docs/algorithms.md has the values for each loss_type.",
+    "importance_sampling_level": "say grpo.policy_loss_fn='gspo' for the ratio of a whole sequence.",
+    "vllm_importance_sampling_mode": "say grpo.sampler_correction='tis', 'sequence_tis' or 'sequence_mask'.",
+    "use_vllm": "podrl decodes with its own engine, on the mesh of the rollout role; there is nothing to set.",
+    "vllm_*": "podrl decodes with its own engine; the settings of the engine are the keys of rollout.",
+    "reward_weights": "say reward.weights, in Python GRPOLearner(..., reward_config=podrl.RewardConfig(weights=(...))).",
+    "max_tool_calling_iterations": "say env.max_tool_calls, which counts calls, not rounds.",
+    "resume_from_checkpoint": "the same command with the same --workdir resumes, and so does a script with the same "
+    "RLTrainingConfig(checkpoint_root_directory=DIR).",
+}
+# Names in `COMMON_ADVICE` for which False asks for something in the other system, so that podrl refuses False too.
+_FALSE_ASKS = ("scale_rewards",)
 
 # The class that holds a group's keys in Python, as an addition to error messages, by the name of the group.
 _CLASSES = {
@@ -94,6 +134,29 @@ _CLASSES = {
     "model.lora": ", a field of LoraConfig",
     "checkpoint": ", a field of CheckpointConfig",
 }
+
+
+def _pattern_advice(name: str, advice: Mapping[str, str]) -> str:
+    """Returns the sentence in `advice` whose shell-style pattern fits `name`; '' if none fits."""
+    return next((text for pattern, text in advice.items() if fnmatch.fnmatchcase(name, pattern)), "")
+
+
+def unknown(name: str, known: typing.Collection[str], advice: Mapping[str, str]) -> str:
+    """Writes the end of the error about the unknown `name`, after 'X has no key NAME': what to use instead.
+
+    Args:
+      name: name that the user gave.
+      known: the names that are allowed in its place.
+      advice: for each shell-style pattern of names of other systems, a sentence that says what to use instead;
+        `COMMON_ADVICE` and `COMMON_NAMES` answer all other names.
+    """
+    if sentence := _pattern_advice(name, {**advice, **COMMON_ADVICE}):
+        return f": {sentence}"
+    common = COMMON_NAMES.get(name, "")
+    group, _, own = common.rpartition(".")
+    if common and own not in known:
+        return f": podrl's key for it is {common}{_CLASSES.get(group, '')}."
+    return f".{nearest(own if own in known else name, known)}"
 
 
 def elsewhere(name: str, group: Mapping[str, object], prefix: str = "") -> str:
@@ -110,6 +173,14 @@ def _paths(group: Mapping[str, object], prefix: str = "") -> set[str]:
     return {prefix + key for key in group}.union(*inside)
 
 
+def _called(call: Callable[..., object], args: Sequence[object]) -> str:
+    """Names a called function; a method gets the name of the class of its object, which may inherit the method."""
+    name = call.__qualname__
+    if args and "." in name and hasattr(type(args[0]), call.__name__):
+        name = f"{type(args[0]).__name__}.{call.__name__}"
+    return name.removesuffix(".__init__")
+
+
 def known_arguments(call: Call) -> Call:
     """Decorates a function: an unknown keyword raises a TypeError that suggests a parameter with a similar name."""
     names = [name for name in inspect.signature(call).parameters if name != "self"]
@@ -118,8 +189,7 @@ def known_arguments(call: Call) -> Call:
     def checked(*args: object, **kwargs: object) -> object:
         for name in kwargs:
             if name not in names:
-                called = call.__qualname__.removesuffix(".__init__")
-                raise TypeError(f"{called} has no argument {name!r}.{nearest(name, names)}")
+                raise TypeError(f"{_called(call, args)} has no argument {name!r}{unknown(name, names, {})}")
         return call(*args, **kwargs)
 
     return typing.cast(Call, checked)
@@ -140,8 +210,7 @@ def refused_arguments(ways: Mapping[str, str]) -> Callable[[Call], Call]:
             for name in ways.keys() & kwargs.keys():
                 # Not `value in (None, False)`, which fails on arrays.
                 if (value := kwargs.pop(name)) is not None and value is not False:
-                    called = call.__qualname__.removesuffix(".__init__")
-                    raise TypeError(f"{called} has no argument {name!r}: {ways[name]}")
+                    raise TypeError(f"{_called(call, args)} has no argument {name!r}: {ways[name]}")
             return call(*args, **kwargs)
 
         return typing.cast(Call, checked)
@@ -240,8 +309,8 @@ _REFUSED: dict[str, str] = {}
 
 def refused(path: str) -> str:
     """Returns the sentence that names the replacement of a key, if podrl had this key once or another system has it;
-    '' for all other keys."""
-    return next((advice for pattern, advice in _REFUSED.items() if fnmatch.fnmatchcase(path, pattern)), "")
+    '' for all other keys. `path` is the key's dotted path."""
+    return _pattern_advice(path, _REFUSED) or _pattern_advice(path.rpartition(".")[2], COMMON_ADVICE)
 
 
 def former(path: str) -> str:
@@ -330,15 +399,8 @@ def numbers(cls: type) -> dict[str, Range]:
 
 def refusal(cls: type, key: str, names: typing.Collection[str], prefix: str = "") -> str:
     """Returns the sentence of the error for `key`, which is not a field of `cls`; `prefix` is the path of its group."""
-    unknown = f"{prefix.removesuffix('.')} has no key {key!r}" if prefix else f"{cls.__name__} has no field {key}"
-    for pattern, advice in getattr(cls, "__refused__", {}).items():
-        if fnmatch.fnmatchcase(key, pattern):
-            return f"{unknown}: {advice}"
-    common = COMMON_NAMES.get(key, "")
-    own = common.rpartition(".")[2]
-    if common and own not in names:
-        return f"{unknown}: podrl's key for it is {common}{_CLASSES.get(common.rpartition('.')[0], '')}."
-    return f"{unknown}.{nearest(own if own in names else key, names)}"
+    what = f"{prefix.removesuffix('.')} has no key {key!r}" if prefix else f"{cls.__name__} has no field {key}"
+    return what + unknown(key, names, getattr(cls, "__refused__", {}))
 
 
 def build(cls: type[T], values: Mapping[str, object], prefix: str = "config") -> T:
@@ -371,14 +433,14 @@ def _fields_of(cls: type, values: Mapping[str, object], prefix: str = "") -> dic
     Raises:
       ValueError: `values` has other names. The fields of other systems with the value None or False are ignored.
     """
-    hints, advice = types_of(cls), getattr(cls, "__refused__", {})
+    hints, advice = types_of(cls), {**getattr(cls, "__refused__", {}), **COMMON_ADVICE}
     asking = [
         key
         for key, value in values.items()
         if key not in hints
         and not (
-            (value is None or value is False)
-            and any(fnmatch.fnmatchcase(key, pattern) for pattern in advice)
+            (value is None or (value is False and key not in _FALSE_ASKS))
+            and _pattern_advice(key, advice)
             and not former(f"{getattr(cls, '__section__', '')}.{key}")
         )
     ]

@@ -343,6 +343,8 @@ def _command_line(argv: Sequence[str]) -> str:
 def _unknown_flag(error: flags.UnrecognizedFlagError, values: ConfigValues) -> str:
     """Writes the error for an unknown flag, with the configuration's keys that end in the flag's name."""
     name, value = error.flagname.replace("-", "_"), error.flagvalue.partition("=")[2]
+    if advice := refused(name):
+        return f"There is no flag --{error.flagname}: {advice}"
     places = elsewhere(name, values, "--config.")
     if places.count("--config.") == 1:
         places = places.replace("'?", f"={value}'?")

@@ -103,8 +103,10 @@ def test_an_argument_that_is_not_one_says_what_is():
         podrl.run("grpo_gemma.py", reward_fn=len)
     with pytest.raises(TypeError, match=r"GRPOLearner has no argument 'steps'"):
         podrl.GRPOLearner(None, podrl.GRPOConfig(), steps=3)
-    with pytest.raises(TypeError, match=r"RLCluster has no argument 'model'\..*cluster_config"):
-        podrl.RLCluster(actor="", model=None)
+    with pytest.raises(TypeError, match=r"RLCluster has no argument 'mesh'\..*cluster_config"):
+        podrl.RLCluster(actor="", mesh=None)
+    with pytest.raises(TypeError, match=r"RLCluster has no argument 'model': give actor="):
+        podrl.RLCluster(model="tiny")
 
 
 def test_podrl_run_refuses_what_the_command_refuses(tmp_path):

@@ -78,7 +78,13 @@ class RLCluster(SavedByRun):
     perf = Elsewhere("times are in metrics.jsonl, under time/ and perf/.")
     r2m = Elsewhere("the meshes are config.role_to_mesh.")
 
-    @refused_arguments({"peft_config": "give lora=podrl.LoraConfig(rank=..., alpha=...)."})
+    @refused_arguments(
+        {
+            "model": "give actor=..., a directory, ORG/NAME or a model.",
+            "peft_config": "give lora=podrl.LoraConfig(rank=..., alpha=...).",
+            "processing_class": "give tokenizer=DIR.",
+        }
+    )
     @known_arguments
     def __init__(
         self,

@@ -38,6 +38,23 @@ from podrl.types import BatchError, Experience, Rollouts
 from podrl.view.report import write_ending
 
 
+# What to use instead of arguments of TRL's GRPOTrainer, by their names.
+_TRL_ARGUMENTS = {
+    "model": "it is RLCluster(actor=...), and the cluster is the first argument of the learner.",
+    "args": "its settings are those of podrl.RLTrainingConfig, RolloutConfig and GRPOConfig; docs/from-trl.md has the "
+    "names.",
+    "train_dataset": "give the records to learner.train(records).",
+    "eval_dataset": "give the records to learner.train(records, eval_records).",
+    "processing_class": "the cluster has the tokenizer: RLCluster(..., tokenizer=DIR).",
+    "peft_config": "the cluster has the adapters: RLCluster(..., lora=podrl.LoraConfig(rank=..., alpha=...)).",
+    "reward_processing_classes": "a reward model is read with its own tokenizer: RLCluster(..., reward=DIR).",
+    "optimizers": "say RLTrainingConfig(actor_optimizer=...), an optax transformation.",
+    "callbacks": "metric_fns are called every step; every step is in metrics.jsonl.",
+    "tools": "say environment=podrl.ToolEnvironment(...).",
+    "environment_factory": "say environment='file.py:Name', or an EnvironmentConfig.",
+}
+
+
 class Trainable(loop.Algorithm, recorder.Controllers, Protocol):
     """An algorithm whose state is part of a checkpoint."""
 
@@ -441,6 +458,7 @@ class SampleLearner(SavedByRun):
 class GRPOLearner(SampleLearner):
     """Trains an RLCluster's actor with a GRPOConfig and reward functions."""
 
+    @refused_arguments(_TRL_ARGUMENTS)
     @known_arguments
     def __init__(
         self,
@@ -475,6 +493,7 @@ class GRPOLearner(SampleLearner):
 class PPOLearner(SampleLearner):
     """Trains an RLCluster's actor and critic with a PPOConfig and reward functions."""
 
+    @refused_arguments(_TRL_ARGUMENTS)
     @known_arguments
     def __init__(
         self,

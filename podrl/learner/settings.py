@@ -392,23 +392,6 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
         "data_shuffle_seed": "it is an argument of GRPOLearner, which shuffles a list; files follow data.seed.",
         "use_rollout_logps": "say grpo.old_logprob='sampler'.",
         "off_policy_steps": "say grpo.max_staleness=N: batches are then sampled by a policy at most N updates old.",
-        "per_device_train_batch_size": "a batch is RolloutConfig.prompts_per_step x num_generations samples; "
-        "RLTrainingConfig.max_seq_token_per_tpu bounds the tokens that a device trains on at once.",
-        "generation_batch_size": "a batch is RolloutConfig.prompts_per_step x GRPOConfig.num_generations samples.",
-        "steps_per_generation": "say RLTrainingConfig(mini_batch_size=N), the number of prompts of an update.",
-        "delta": "say epsilon_c.",
-        "loss_type": "say loss_agg_mode and policy_loss_fn; docs/algorithms.md has the values for each loss_type.",
-        "scale_rewards": "say advantage_scale='std', 'batch' or 'none'.",
-        "importance_sampling_level": "say policy_loss_fn='gspo' for the ratio of a whole sequence.",
-        "mask_truncated_completions": "say overlong_filter.",
-        "vllm_importance_sampling_mode": "say sampler_correction='tis', 'sequence_tis' or 'sequence_mask'.",
-        "use_vllm": "podrl decodes with its own engine, on the mesh of the rollout role.",
-        "vllm_*": "podrl decodes with its own engine; its settings are those of RolloutConfig.",
-        "reward_weights": "say reward_config=podrl.RewardConfig(weights=(...)) of the learner.",
-        "max_tool_calling_iterations": "say EnvironmentConfig(max_tool_calls=N), which counts calls, not rounds.",
-        "output_dir": "say RLTrainingConfig(checkpoint_root_directory=DIR); the same script then resumes.",
-        "resume_from_checkpoint": "a script with the same checkpoint_root_directory resumes.",
-        "report_to": "say log.to of a configuration; every run writes metrics.jsonl and TensorBoard events.",
     },
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
