@@ -1,6 +1,7 @@
 """Settings: frozen dataclasses with a type and a range for each field, and errors that name the wrong field."""
 
 import ast
+import contextlib
 import dataclasses
 import difflib
 import fnmatch
@@ -11,7 +12,7 @@ import numbers as abc
 import pathlib
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
 from podrl.mappings import ConfigValues
@@ -90,8 +91,8 @@ COMMON_NAMES = {
 # What to use instead of settings of other systems for which no single key of podrl stands, by shell-style patterns of
 # their names. A name is either here or in `COMMON_NAMES`.
 COMMON_ADVICE = {
-    "seed": "the key for random weights and sampling is seed, in Python RLCluster(seed=N); the key for the order of the "
-    "data is data.seed, in Python GRPOLearner(data_shuffle_seed=N).",
+    "seed": "the key for random weights and sampling is seed, in Python RLCluster(seed=N); the key for the order of "
+    "the data is data.seed, in Python GRPOLearner(data_shuffle_seed=N).",
     "output_dir": "say --workdir=DIR, in Python RLTrainingConfig(checkpoint_root_directory=DIR); the same command or "
     "script then resumes.",
     "report_to": "log.to names trackers, such as --config.log.to=\"('wandb',)\" or podrl.run(FILE, {'log.to': "
@@ -113,12 +114,14 @@ COMMON_ADVICE = {
     "scale_rewards": "say grpo.advantage_scale='std' (TRL's 'group'), 'batch' or 'none'.",
     "mask_truncated_completions": "say grpo.overlong_filter.",
     "delta": "say grpo.epsilon_c.",
-    "loss_type": "say grpo.loss_agg_mode and grpo.policy_loss_fn; docs/algorithms.md has the values for each loss_type.",
+    "loss_type": "say grpo.loss_agg_mode and grpo.policy_loss_fn; docs/algorithms.md has the values for each of its "
+    "values.",
     "importance_sampling_level": "say grpo.policy_loss_fn='gspo' for the ratio of a whole sequence.",
     "vllm_importance_sampling_mode": "say grpo.sampler_correction='tis', 'sequence_tis' or 'sequence_mask'.",
     "use_vllm": "podrl decodes with its own engine, on the mesh of the rollout role; there is nothing to set.",
     "vllm_*": "podrl decodes with its own engine; the settings of the engine are the keys of rollout.",
-    "reward_weights": "say reward.weights, in Python GRPOLearner(..., reward_config=podrl.RewardConfig(weights=(...))).",
+    "reward_weights": "say reward.weights, in Python GRPOLearner(..., "
+    "reward_config=podrl.RewardConfig(weights=(...))).",
     "max_tool_calling_iterations": "say env.max_tool_calls, which counts calls, not rounds.",
     "resume_from_checkpoint": "the same command with the same --workdir resumes, and so does a script with the same "
     "RLTrainingConfig(checkpoint_root_directory=DIR).",
@@ -261,6 +264,21 @@ def as_settings(cls: type[T], value: object, name: str) -> T:
     raise ValueError(f"{name}={value!r:.80} must be a {cls.__name__}, or a dict of its fields.")
 
 
+@contextlib.contextmanager
+def named(key: str, value: object) -> Iterator[None]:
+    """Puts a setting in front of the errors of a `with` block that uses it (ValueError, FileNotFoundError).
+
+    An error that names the setting already stays as it is.
+    """
+    try:
+        yield
+    except (ValueError, FileNotFoundError) as error:
+        if f"{key}=" in str(error):
+            raise
+        kind = FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError
+        raise kind(f"{key}={value!r}: {error}") from error
+
+
 def require(fits: bool, name: str, value: object, kind: str) -> None:
     """Raises a ValueError unless `fits` is true; the error says that argument `name` is `value` and must be `kind`."""
     if not fits:
@@ -346,7 +364,8 @@ def section(
             try:
                 bound = signature.bind(self, *args, **kwargs)
             except TypeError as error:
-                raise TypeError(f"{cls.__name__}: {error}.") from None
+                about = "".join(f" {text}" for key, text in _required(cls).items() if text and key not in kwargs)
+                raise TypeError(f"{cls.__name__}: {error}.{about}") from None
             for key in [key for key in bound.arguments if key in hints]:
                 bound.arguments[key] = check(bound.arguments[key], hints[key], f"{name}.{key}" if name else key)
             original(*bound.args, **bound.kwargs)
@@ -416,15 +435,28 @@ def build(cls: type[T], values: Mapping[str, object], prefix: str = "config") ->
         allowed.
     """
     values = _fields_of(cls, values, prefix=f"{prefix}.")
-    fields: object = dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
-    required = [f.name for f in fields if f.default is f.default_factory is dataclasses.MISSING]
+    required = _required(cls)
     if missing := [name for name in required if name not in values]:
-        flag = f"--{prefix}.{missing[0]}=..." if "[" not in prefix else f"{missing[0]!r} there"
-        raise ValueError(f"{prefix} lacks {', '.join(missing)}: set {flag}.")
+        about = "".join(f" {required[name]}" for name in missing if required[name])
+        if "[" in prefix:
+            raise ValueError(f"{prefix} lacks {', '.join(missing)}: set {missing[0]!r} there.{about}")
+        raise ValueError(f"{prefix} lacks {', '.join(missing)}: set --{prefix}.{missing[0]}=VALUE.{about}")
     if "[" in prefix:  # checked here, because the class cannot name its place in a list
         path = prefix.removeprefix("config.")
         values = {key: check(value, types_of(cls)[key], f"{path}.{key}") for key, value in values.items()}
     return cls(**values)
+
+
+def needed(about: str) -> Any:
+    """Declares a field without a default value of a dataclass; `about` is a sentence for the error if it is missing."""
+    return dataclasses.field(metadata={"about": about})
+
+
+def _required(cls: type) -> dict[str, str]:
+    """Returns the names of the fields without a default, each with the sentence of `needed`, or ''."""
+    fields: object = dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
+    missing = [f for f in fields if f.init and f.default is f.default_factory is dataclasses.MISSING]
+    return {f.name: f.metadata.get("about", "") for f in missing}
 
 
 def _fields_of(cls: type, values: Mapping[str, object], prefix: str = "") -> dict[str, object]:

@@ -32,11 +32,11 @@ import re
 import shlex
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from absl import flags
-from ml_collections import ConfigDict, config_flags
+from ml_collections import ConfigDict, config_dict, config_flags
 
 from podrl.config import elsewhere, nearest, refused
 from podrl.job.config_file import default_workdir, find_config, load_config
@@ -365,7 +365,7 @@ def resolve(config: ConfigDict, argv: Sequence[str]) -> tuple[ConfigValues, list
     Raises:
       ValueError: a key or flag is unknown, or a value does not fit its key.
     """
-    from podrl.job.config import check_text, complete, quoted, section_of
+    from podrl.job.config import check_text, complete, lacking, quoted, section_of
     from podrl.trainer.custom import ARGUMENTS
 
     config.algorithm = _early(argv, "algorithm", config.get("algorithm", "grpo"))
@@ -374,6 +374,8 @@ def resolve(config: ConfigDict, argv: Sequence[str]) -> tuple[ConfigValues, list
         if function := _early(argv, f"{section}.{name}", ""):
             config.update({section: {name: function}})
     values = ConfigDict(complete(config.to_dict()))
+    missing = lacking(values)  # keys that the command line may set, although the file lacks them
+    _fill(values, missing)
     _check_overrides(argv, values)
     parsed: list[str] = []
     emptied: dict[str, bool] = {}  # for each key, True if its last override is None, which absl cannot parse
@@ -398,7 +400,16 @@ def resolve(config: ConfigDict, argv: Sequence[str]) -> tuple[ConfigValues, list
     for key in (key for key, nothing in emptied.items() if nothing):
         *groups, name = key.split(".")
         functools.reduce(operator.getitem, groups, resolved)[name] = None
+    for group, name in (key.rsplit(".", 1) for key in missing.keys() - emptied.keys()):
+        del functools.reduce(operator.getitem, group.split("."), resolved)[name]
     return resolved, extra
+
+
+def _fill(values: ConfigDict, missing: Mapping[str, type]) -> None:
+    """Adds a placeholder for each missing key, so that absl can set the key."""
+    for key, kind in missing.items():
+        group, name = key.rsplit(".", 1)
+        functools.reduce(operator.getitem, group.split("."), values)[name] = config_dict.placeholder(kind)
 
 
 def check_flags(argv: Sequence[str]) -> None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from etils import epath
 
-from podrl.config import plural
+from podrl.config import named, plural
 from podrl.data import shape, sources
 from podrl.data.cache import Cache, key
 from podrl.data.config import EMBEDDED, REASONING, DataConfig, SourceConfig, is_generated
@@ -112,7 +112,7 @@ class OpenedSources:
         ]
 
 
-def split(config: DataConfig, form: Form | None = None) -> OpenedSources:
+def split(config: DataConfig, form: Form | None = None, key: str = "") -> OpenedSources:
     """Opens the records of a configuration; a file that has not changed since the last call is not read again.
 
     Args:
@@ -121,25 +121,47 @@ def split(config: DataConfig, form: Form | None = None) -> OpenedSources:
         that raises ValueError for a record of another form. With this check, records of a file are held out only if all
         of them have an answer in data.answer_field. None for a job that trains on prompts: every record must have a
         question.
+      key: name of the configuration's key that the paths come from, for error messages; '' for data.path or
+        data.sources.
 
     Raises:
-      FileNotFoundError: a file does not exist.
-      ValueError: a record or a setting is not allowed; the message names file and line.
+      FileNotFoundError: a file does not exist; the message names the key.
+      ValueError: a record or a setting is not allowed; the message names key, file and line.
     """
-    paths = [(single.path, source.split if source else "") for single, source in _pairs(config)]
-    files = [(config.eval_path, ""), *((path, part) for path, part in paths if not is_generated(path))]
-    return _opened(_Key(config, form, tuple(sources.identity(path, part) for path, part in files)))
+    identities = []
+    for of_file, path, part in keyed_paths(config, key):
+        with named(of_file, path):
+            identities.append(sources.identity(path, part))
+    return _opened(_Key(config, form, key, tuple(identities)))
+
+
+def keyed_paths(config: DataConfig, key: str = "") -> list[tuple[str, str, str]]:
+    """Lists the files that a configuration reads: (name of the key, path, beginning of the names of the files).
+
+    Args:
+      config: settings of the data.
+      key: as for `split`.
+    """
+    paths = [("data.eval_path", config.eval_path, "")]
+    for single, source in _pairs(config):
+        paths.append((_key_of(source, key), single.path, source.split if source else ""))
+    return [row for row in paths if row[1] and not is_generated(row[1])]
+
+
+def _key_of(source: SourceConfig | None, key: str) -> str:
+    return key or ("data.sources" if source else "data.path")
 
 
 class _Key:
     """The arguments of `_opened` as a key of its cache.
 
     Keys are compared and hashed as texts, because a configuration may hold mappings. `identities` has the identity of
-    every file, so that a changed file makes another key.
+    every file, so that a changed file makes another key. `key` is for errors only, and they are not cached.
     """
 
-    def __init__(self, config: DataConfig, form: Form | None, identities: tuple[object, ...]) -> None:
-        self.config, self.form, self._text = config, form, repr((config, form, identities))
+    def __init__(self, config: DataConfig, form: Form | None, key: str, identities: tuple[object, ...]) -> None:
+        self.config, self.form, self.key = config, form, key
+        self._text = repr((config, form, identities))
 
     def __hash__(self) -> int:
         return hash(self._text)
@@ -154,9 +176,13 @@ def _opened(key: _Key) -> OpenedSources:
     evaluation, notes = None, Notes(config.question_field, config.answer_field)
     of_evaluation = ""
     if config.eval_path:
-        evaluation = _read(config, config.eval_path, "", notes, cache, key.form, with_question=True)
+        with named("data.eval_path", config.eval_path):
+            evaluation = _read(config, config.eval_path, "", notes, cache, key.form, with_question=True)
         of_evaluation = notes.unanswered(evaluation)
-    files = [_file(single, source, cache, key.form) for single, source in _pairs(config)]
+    files: list[_File | None] = []
+    for single, source in _pairs(config):
+        with named(_key_of(source, key.key), single.path):
+            files.append(_file(single, source, cache, key.form))
     held_out_hashes = np.unique(np.concatenate([notes.hashes, *(file.hashes[file.is_held] for file in files if file)]))
     parts = [_part(*pair, file, held_out_hashes, key.form) for pair, file in zip(_pairs(config), files, strict=True)]
     unanswered = [(of_evaluation, ()), *((part.unanswered, part.fields.get("reward_fns", ())) for part in parts)]

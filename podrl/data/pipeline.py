@@ -9,12 +9,13 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from podrl.config import named
 from podrl.data import conversation, shape, sources, template
 from podrl.data.cache import Cache, key
 from podrl.data.config import AUTO, EMBEDDED, REASONING, DataConfig, is_generated
 from podrl.data.curriculum import ChosenStream
 from podrl.data.hint import TEACHER_PROMPT, with_hint
-from podrl.data.mixture import OpenedSource, interleaved, reasoning_gym, split
+from podrl.data.mixture import OpenedSource, interleaved, keyed_paths, reasoning_gym, split
 from podrl.data.pools import Curriculum, CurriculumConfig
 from podrl.data.problem_generator import Problem
 from podrl.data.stream import BatchStream, Limit, Mixture, Stream, TooLong
@@ -237,7 +238,7 @@ def set_prompts(config: DataConfig, tokenizer: Tokenizer, *, count: int, max_pro
 
     The prompts of a generated task are held-out problems. The list is empty if no prompt is short enough.
     """
-    (part,) = split(config).parts
+    (part,) = split(config, key="eval.sets").parts
     records = _held_out(part, count) if is_generated(part.config.path) else part.train
     return _fixed(
         sources.make_all(records, PartRenderer(part, tokenizer)), config, tokenizer, count, max_prompt_length, None
@@ -303,15 +304,13 @@ def _key_of_longest(config: DataConfig, tokenizer: Tokenizer, look: int, cache: 
     """
     if any(source.transforms for source in config.sources):
         return ""
-    splits = [source.split for source in config.sources] or [""]
-    paths = [
-        (config.eval_path, ""),
-        *((single.path, part) for single, part in zip(config.singles(), splits, strict=True)),
-    ]
-    paths = [(path, part) for path, part in paths if path and not is_generated(path)]
-    if any(path.startswith("tfds:") for path, _ in paths):
+    paths = keyed_paths(config)
+    if any(path.startswith("tfds:") for _, path, _ in paths):
         return ""
-    files = [file for path, part in paths for file in sources.files(sources.of_split(path, part))]
+    files = []
+    for of_file, path, part in paths:
+        with named(of_file, path):
+            files += sources.files(sources.of_split(path, part))
     files += [tokenizer.directory / file for file in (*tokenizer.files, "config.json")]
     gym = ("reasoning_gym",) if any(single.path.startswith(REASONING) for single in config.singles()) else ()
     versions = [importlib.metadata.version(package) for package in ("tokenizers", "jinja2", *gym)]

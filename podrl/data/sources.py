@@ -311,10 +311,7 @@ def files(path: str) -> list[epath.Path]:
     found = [regular(file) for file in sorted(whole.parent.glob(whole.name))] if "*" in whole.name else []
     if not found:
         kind = "is a directory" if whole.is_dir() else "does not exist"
-        raise FileNotFoundError(
-            f"Data file {path} {kind}: data.path, data.eval_path, and each path of data.sources "
-            "and eval.sets must name files of records."
-        )
+        raise FileNotFoundError(f"Data file {path} {kind}: the path must name a file of records.")
     return found
 
 

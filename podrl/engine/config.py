@@ -121,7 +121,8 @@ class RolloutConfig(SamplingSettings):
       max_response_tokens: largest number of tokens that follow a prompt, sampled tokens and tokens from the environment
         together; must be set if samples have an environment. None is max_tokens_to_generate.
       seed: seed of all samples; None is the job's seed.
-      max_prompt_length: length of the longest accepted prompt, in tokens.
+      max_prompt_length: length of the longest accepted prompt, in tokens. In a configuration, 0 takes the longest of
+        the first 8,192 training prompts, rounded up to a multiple of 64.
       kv_cache_size: largest number of tokens that one sample may hold, including its prompt; a request that could
         exceed it is refused.
       data_type: dtype of the engine's weights, activations and cache; None is the trainer's compute dtype.

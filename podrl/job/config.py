@@ -119,6 +119,20 @@ class ModelSource:
             return locate(hub.local(directory))
         return TINY if self.path == SCRATCH else self.directory
 
+    def open_tokenizer(self, directory: str, tools: Sequence[ToolSchema] = ()) -> Tokenizer:
+        """Opens the tokenizer of a job, whose key tokenizer is `directory`.
+
+        Args:
+          directory: the key tokenizer; '' for the tokenizer of the model.
+          tools: tools that the chat template writes into prompts.
+
+        Raises:
+          ValueError: the files cannot be used; the message names the key, tokenizer or model.path.
+        """
+        key, value = ("tokenizer", directory) if directory else ("model.path", self.path)
+        with config.named(key, value):
+            return Tokenizer(self.tokenizer(directory), tools=tools)
+
 
 @section("scratch")
 @dataclasses.dataclass(frozen=True)
@@ -475,6 +489,16 @@ def complete(values: ConfigValues) -> ConfigValues:
         fields = merge(carried, preset(name).settings)
     whole = merge(merge(base, {section: merge(defaults(kind.settings), fields)}), values_of_section)
     return merge(whole, {section: custom.completed(whole[section], section)})
+
+
+def lacking(values: Mapping[str, Any]) -> dict[str, type]:
+    """Returns the keys that have no default and that a configuration lacks, each with the type of its values.
+
+    Args:
+      values: the configuration with all defaults, see `complete`.
+    """
+    every = "trainer.eval_every_n_steps"  # the only such key outside lists
+    return {} if "eval_every_n_steps" in values["trainer"] else {every: int}
 
 
 def other_section(name: str, algorithm: str) -> str:
@@ -852,8 +876,10 @@ def with_prompt_length(values: ConfigValues, tools: Sequence[ToolSchema] = ()) -
     directory = source.tokenizer(values["tokenizer"])
     if not values["rollout"]["max_prompt_length"]:
         if not values["tokenizer"] and pathlib.Path(directory, "config.json").is_file():
-            read_config(directory)  # refuses a model of an unknown kind before its tokenizer can be refused
-        longest = longest_prompt(build(DataConfig, values["data"], "config.data"), Tokenizer(directory, tools=tools))
+            with config.named("model.path", source.path):
+                read_config(directory)  # refuses a model of an unknown kind before its tokenizer can be refused
+        tokenizer = source.open_tokenizer(values["tokenizer"], tools)
+        longest = longest_prompt(build(DataConfig, values["data"], "config.data"), tokenizer)
         values = merge(values, {"rollout": {"max_prompt_length": longest}})
     if source.path != SCRATCH and not KINDS[section_of(values.get("algorithm", "grpo"))].scores:
         try:

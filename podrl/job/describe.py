@@ -26,7 +26,7 @@ from podrl.models import moe
 from podrl.rundir.about import About, Table, print_about
 from podrl.runtime.pod import LEADER, Pod
 from podrl.runtime.roles import EVAL, ROLLOUT, TRAINER
-from podrl.trainer.pack_shape import PackShape
+from podrl.trainer.pack_shape import PackShape, fewer_micro_batches
 
 _DEFAULT_ROLES = RolesConfig()
 
@@ -127,6 +127,9 @@ def print_plan(
     if not console.quiet:
         for text in doubtful(job, pod=pod is not None):
             console.print(f"Warning: {text}")
+    fewer = fewer_micro_batches(job.trainer, job.pack_shape(on.trainer), job.mini_batch_size)
+    if fewer and not console.quiet and (dry or job.kind.offline):  # GRPO and PPO warn of it themselves
+        console.print(f"Warning: {fewer}")
     if dry:  # a run itself warns at its start
         for text in no_update_lines(job):
             console.print(f"Warning: {text}")
@@ -277,7 +280,7 @@ def _set_lines(job: Job) -> list[str]:
         samples, most = job.eval.samples if one.samples is None else one.samples, one.problems or job.eval.problems
         drawn = f"greedy and {samples} at temperature {one.temperature:g}" if samples else "greedy"
         often = "" if one.every == 1 else f", in every {one.every}th evaluation, the first and the last"
-        also = split(job.data, job.kind.form).count_shared_questions(split(one.data(job.data)))
+        also = split(job.data, job.kind.form).count_shared_questions(split(one.data(job.data), key="eval.sets"))
         trained = f" Training records with the same question as a record of this set: {also}." if also else ""
         lines.append(
             f"Evaluation set {one.name}: at most {plural(most, 'record')} of {one.path}, {drawn}{often}.{trained}"

@@ -21,7 +21,6 @@ from podrl.config import build
 from podrl.data.config import DataConfig
 from podrl.data.mixture import split
 from podrl.data.pipeline import has_format
-from podrl.data.tokenizer import Tokenizer
 from podrl.environments.config import EnvironmentConfig
 from podrl.job import alike, describe
 from podrl.job.config import SCRATCH, Job, ModelSource, ScratchModel, parse, unset, with_prompt_length
@@ -109,7 +108,7 @@ def build_cluster(job: Job, on: Meshes, link: PullLink | None = None, tools: Seq
         training_config=job.trainer,
         rollout_config=job.rollout,
     )
-    tokenizer = Tokenizer(job.model.tokenizer(job.tokenizer), tools=tools)
+    tokenizer = job.model.open_tokenizer(job.tokenizer, tools)
     actor: Any = job.model.path
     if actor == SCRATCH:
         trains = (
@@ -143,7 +142,7 @@ def build_scorer(job: Job, on: Meshes, trains: bool | None) -> ScorerCluster:
       trains: under topology=split, True if this process trains; a host then sees only its own cluster, so that the
         meshes cannot tell. None elsewhere, because the meshes tell.
     """
-    tokenizer = Tokenizer(job.model.tokenizer(job.tokenizer))
+    tokenizer = job.model.open_tokenizer(job.tokenizer)
     source: Any = None
     config = ClusterConfig(
         role_to_mesh={Role.ACTOR: on.trainer, Role.ROLLOUT: on.rollout},
@@ -240,7 +239,7 @@ def run(
     if _generates(pod) and not asks_template(environment_config(job.env)):  # else tools_of_prompts has loaded them
         with announce_if_long("Loading the environments and tools ...", log):
             check_environments(job, secrets=True)
-    tokenizer = Tokenizer(job.model.tokenizer(job.tokenizer), tools=tools)
+    tokenizer = job.model.open_tokenizer(job.tokenizer, tools)
     check_fit(job, tokenizer)
     with announce_if_long("Checking the records of the data ...", log):
         if role == TRAINER:

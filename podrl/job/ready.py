@@ -4,12 +4,13 @@ import contextlib
 import dataclasses
 import itertools
 import logging
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from podrl.cluster.reward_model import own_tokenizer
 from podrl.cluster.teacher import tokenizer_of
 from podrl.cluster.worker import ends_of_samples
+from podrl.config import named
 from podrl.data import sources
 from podrl.data.config import is_generated
 from podrl.data.mixture import OpenedSource, split
@@ -59,13 +60,13 @@ def check_models(job: Job, keys: Collection[str]) -> None:
         spreads experts over devices, and the trained model has no experts, or the devices would get unequal numbers of
         them.
     """
-    named = {"model.path": job.model.path, "model.reference": job.model.reference}
-    named |= {"model.critic": job.model.critic, "reward.model": job.reward.model}
+    models = {"model.path": job.model.path, "model.reference": job.model.reference}
+    models |= {"model.critic": job.model.critic, "reward.model": job.reward.model}
     teachers = [("model.teachers", teacher.path) for teacher in job.model.teachers]
     roles = job.roles
     own = {"model.critic": ("critic", roles.critic), "reward.model": ("reward", roles.reward)}
     own |= {"model.teachers": ("teacher", roles.teacher)}
-    for key, path in [*named.items(), *teachers]:
+    for key, path in [*models.items(), *teachers]:
         if key not in keys or not path or path == SCRATCH:
             continue
         directory = storage.locate(hub.local(path))
@@ -73,7 +74,7 @@ def check_models(job: Job, keys: Collection[str]) -> None:
             raise ValueError(f"{key}={path!r} is not a directory: give a Hugging Face directory.")
         if storage.is_remote(directory):  # a look at each file would be a request to the bucket
             continue
-        with _named(key, path):
+        with named(key, path):
             model = read_config(directory)
             if orbax_files.find_checkpoint(directory) is None:
                 scan_directory(directory)
@@ -94,7 +95,7 @@ def check_fit(job: Job, tokenizer: Tokenizer) -> None:
       ValueError: one of them does not fit; the message names its key.
     """
     model = model_of(job)
-    with _named("model.path", job.model.path):
+    with named("model.path", job.model.path):
         check_vocab(model, tokenizer.vocab_size)
     check_lora(model)
     check_balance(model, job.trainer.balance_coef)
@@ -106,14 +107,14 @@ def check_fit(job: Job, tokenizer: Tokenizer) -> None:
         check_eos(ends_of_samples(job.rollout, tokenizer)[1], model)
     scorer = storage.locate(hub.local(job.reward.model)) if job.reward.model else None
     if scorer is not None and not storage.is_remote(scorer) and scorer.is_dir():  # hosts that train need not have it
-        with _named("reward.model", job.reward.model):
+        with named("reward.model", job.reward.model):
             check_head(scorer)
     teachers = [("model.teachers", teacher.path) for teacher in job.model.teachers]
     others = [("model.reference", job.model.reference), ("model.critic", job.model.critic), *teachers]
     for key, path in [*others, ("reward.model", job.reward.model)]:
         directory = hub.local(path)
         if path and storage.locate(directory).is_dir():
-            with _named(key, path):
+            with named(key, path):
                 _check_tokens(key, directory, tokenizer)
 
 
@@ -127,15 +128,6 @@ def _check_tokens(key: str, directory: str, policy: Tokenizer) -> None:
     elif warning := foreign(policy.directory, directory):
         _log.warning("%s Give a %s with the policy's tokenizer unless this is meant.", warning, key)
     check_vocab(read_config(directory), (own or policy).vocab_size)
-
-
-@contextlib.contextmanager
-def _named(key: str, value: str) -> Iterator[None]:
-    """Puts a setting in front of the ValueErrors of a `with` block."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{key}={value!r}: {error}") from error
 
 
 def check_rewards(job: Job, rewards: Rewards, tokenizer: Tokenizer) -> None:
@@ -164,7 +156,7 @@ def check_rewards(job: Job, rewards: Rewards, tokenizer: Tokenizer) -> None:
         rewards.check_fields(records, part.fields.get("reward_fns", ()), everywhere)
     sets: list[tuple[OpenedSource, list[tuple[str, dict[str, Any]]]]] = []
     for one in job.eval.sets:
-        opened = split(one.data(job.data))
+        opened = split(one.data(job.data), key="eval.sets")
         rewards.check_answers(opened.unanswered)
         for part in opened.parts:
             records = [(at, episode_fields | fields) for at, fields in _shown(part, tokenizer)]
@@ -249,7 +241,7 @@ def check_all(job: Job) -> None:
     read_plan(job.log.plan)
     check_installed(job.log.to)
     check_environments(job, secrets=False)
-    tokenizer = Tokenizer(job.model.tokenizer(job.tokenizer))
+    tokenizer = job.model.open_tokenizer(job.tokenizer)
     check_fit(job, tokenizer)
     check_records(job, tokenizer, _MANY)
     if not job.kind.offline:

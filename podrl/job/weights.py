@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from podrl import offload
-from podrl.data.tokenizer import Tokenizer
+from podrl.config import named
 from podrl.engine.engine import unrolls
 from podrl.job.config import SCRATCH, Job
 from podrl.models import parameters
@@ -66,10 +66,11 @@ def model_of(job: Job) -> ModelConfig:
     """
     source = job.model
     if source.path == SCRATCH:
-        vocabulary = Tokenizer(source.tokenizer(job.tokenizer)).vocab_size
+        vocabulary = source.open_tokenizer(job.tokenizer).vocab_size
         config = job.scratch.model(vocabulary)
     elif source.path or source.size:
-        config = read_config(source.directory) if source.path else config_of(source.size)
+        with named("model.path", source.path):
+            config = read_config(source.directory) if source.path else config_of(source.size)
     else:
         raise ValueError(
             "There is no model to plan: set --config.model.path=DIR, or --config.model.size to a published size, "

@@ -37,7 +37,6 @@ from podrl.trainer.pack_shape import PackShape
 from podrl.types import BatchError, Experience, Rollouts
 from podrl.view.report import write_ending
 
-
 # What to use instead of arguments of TRL's GRPOTrainer, by their names.
 _TRL_ARGUMENTS = {
     "model": "it is RLCluster(actor=...), and the cluster is the first argument of the learner.",
@@ -239,6 +238,7 @@ class SampleLearner(SavedByRun):
         fns = (reward_fns,) if callable(reward_fns) or isinstance(reward_fns, str) else tuple(reward_fns)
         config = dataclasses.replace(config, fns=fns) if fns else config
         config.check_weights()
+        config.check_names("reward_fns" if fns else "reward.fns")
         if rl_cluster.reward_source and not config.model:
             config = dataclasses.replace(config, model=rl_cluster.reward_source)
         self._reward_config = config
@@ -305,6 +305,7 @@ class SampleLearner(SavedByRun):
             several = isinstance(train_ds, Iterable) and not isinstance(train_ds, str)
             require(several, "train_ds", train_ds, "a list of records or batches of records; podrl.run reads files")
             items, size = from_batches(list(train_ds))
+            require(len(items) > 0, "train_ds", train_ds, "at least one prompt or record to train on")
             if size and prompts_per_step not in (None, size):
                 raise ValueError(
                     f"prompts_per_step={prompts_per_step}, and batches of the dataset have {plural(size, 'prompt')}."

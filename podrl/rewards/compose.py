@@ -98,6 +98,15 @@ class RewardConfig:
                 "reward.fns: give one each, or none for 1 each."
             )
 
+    def check_names(self, key: str = "reward.fns") -> None:
+        """Raises ValueError if a function's name is not known, or its file or module does not exist.
+
+        Args:
+          key: name of the setting that holds the functions, for the message.
+        """
+        for fn in self.fns:
+            _resolve(fn, self, key)
+
     def require(self, *, environment: bool) -> None:
         """Raises ValueError if no function, model or environment gives rewards, or if weights are missing."""
         self.check_weights()

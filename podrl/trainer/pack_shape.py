@@ -163,6 +163,24 @@ def pack_shape(
     return dataclasses.replace(shape, whole=pieces and by_sample, tree=pieces and training.share_prompts is not False)
 
 
+def fewer_micro_batches(training: RLTrainingConfig, shape: PackShape, sequences: int) -> str:
+    """Returns a sentence if updates have fewer micro-batches than trainer.gradient_accumulation_steps; else ''.
+
+    Args:
+      training: the trainer's settings.
+      shape: shape of the packed batch of an update.
+      sequences: number of sequences of an update.
+    """
+    wanted = training.gradient_accumulation_steps or 0
+    if wanted <= shape.micro_batches:
+        return ""
+    return (
+        f"trainer.gradient_accumulation_steps={wanted} is more than an update can have here: its {sequences} sequences "
+        f"fill at most {shape.micro_batches} x {shape.rows} rows of {shape.tokens} tokens, so there are at most "
+        f"{shape.micro_batches} micro-batches. The gradient is the same."
+    )
+
+
 def _kind(mesh: Mesh) -> str:
     return "cpu" if mesh.devices.flat[0].platform == "cpu" else "accelerator"
 
