@@ -23,7 +23,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from . import command, gke
+from . import command, gke, submission
 
 # Keys that gke.py sets; only these are copied. When the queue admits a job, it adds further keys for the job's quota.
 # The queue refuses pods with labels or annotations of another job's quota, and a copied scheduling gate would never be
@@ -123,7 +123,7 @@ def read(args: argparse.Namespace) -> dict[str, Any]:
     except FileNotFoundError:
         raise ValueError(f"kubectl is not on PATH: {gke.MISSING['kubectl']}") from None
     if done.returncode:
-        raise ValueError(f"--join={args.join} cannot be read: {done.stderr.strip()}")
+        raise ValueError(f"--join={args.join} cannot be read: {submission.sentence(done.stderr)}")
     runs = json.loads(done.stdout)
     if ended := runs.get("status", {}).get("terminalState"):
         raise ValueError(f"--join={args.join} has ended ({ended}), so it cannot be joined.")
@@ -139,7 +139,7 @@ def main(argv: Sequence[str]) -> int:
         sys.stderr.write(f"launch.gke_add: {error}\n")
         return 1
     except ModuleNotFoundError as error:
-        sys.stderr.write(f"launch.gke_add: {error}: pip install pyyaml\n")
+        sys.stderr.write(f"launch.gke_add: {error}: pip install pyyaml.\n")
         return 1
     print(text, end="", flush=True)
     return gke.submit(text, args) if args.apply else 0

@@ -226,6 +226,12 @@ def _expression(pattern: str) -> str:
     return out
 
 
+def sentence(text: str) -> str:
+    """Writes another program's error without spaces around it, and with a full stop at its end."""
+    text = text.strip()
+    return text if text.endswith((".", "?", "!")) else f"{text}."
+
+
 def check_job(config: str, extra: Sequence[str], chips: Mapping[str, int], *, code: Code | None = None) -> None:
     """Refuses, before anything is submitted, settings that the hosts would refuse once they run.
 
@@ -311,7 +317,7 @@ def check_flags(config: str, extra: Sequence[str], code: Code | None = None) -> 
         sys.stderr.write(f"podrl's own flags are checked on the hosts only: {why}\n")
         return
     if done.returncode == 1 and "Traceback" not in done.stderr:
-        raise ValueError(done.stderr.strip().rpartition("\n")[2])
+        raise ValueError(sentence(done.stderr.strip().rpartition("\n")[2]))
     if done.returncode:
         why = done.stdout if done.returncode == 4 else done.stderr[-500:]
         sys.stderr.write(f"podrl's own flags are checked on the hosts only: {why.strip()}\n")

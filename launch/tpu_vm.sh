@@ -33,8 +33,10 @@ usage() {
   sed -n '2,/^set -euo/{/^set -euo/d;s/^# \{0,1\}//;p;}' "${BASH_SOURCE[0]}"
 }
 
-die() {
-  printf 'tpu_vm.sh: %s\n' "$*" >&2
+die() { # SENTENCE; the full stop at its end may be missing
+  local said="$*"
+  [[ $said == *[.?!] ]] || said+=.
+  printf 'tpu_vm.sh: %s\n' "$said" >&2
   exit 1
 }
 

@@ -27,8 +27,10 @@ say() {
   printf '[w%s] %s\n' "$number" "$*"
 }
 
-die() {
-  say "$*" >&2
+die() { # SENTENCE; the full stop at its end may be missing
+  local said="$*"
+  [[ $said == *[.?!] ]] || said+=.
+  say "$said" >&2
   exit 1
 }
 
@@ -264,7 +266,7 @@ while (($#)); do
       break
       ;;
     *)
-      printf 'tpu_vm_worker.sh: unknown flag %s\n' "$1" >&2
+      printf 'tpu_vm_worker.sh: unknown flag %s.\n' "$1" >&2
       exit 1
       ;;
   esac
@@ -276,7 +278,7 @@ case $action in
   install | start | supervise | follow | status | stacks | tell) "$action" ;;
   kill) stop ;;
   *)
-    printf 'tpu_vm_worker.sh: unknown action %s\n' "$action" >&2
+    printf 'tpu_vm_worker.sh: unknown action %s.\n' "$action" >&2
     exit 1
     ;;
 esac
