@@ -2,11 +2,12 @@
 
 import dataclasses
 import pathlib
+import re
 
 import pytest
 
-from podrl.config import COMMON_NAMES, Count, elsewhere, merge, section
-from podrl.job.config import KINDS, unset
+from podrl.config import COMMON_NAMES, Count, build, elsewhere, merge, section
+from podrl.job.config import KINDS, lacking, unset
 from podrl.job.keys import all_keys, help_text, meanings, page
 from podrl.trainer.config import RLTrainingConfig
 
@@ -87,6 +88,15 @@ def test_the_help_tells_the_keys_below_a_prefix():
 def test_the_help_refuses_a_prefix_of_no_key():
     with pytest.raises(ValueError, match=r"no key begins so. Did you mean 'trainer.learning_rate'"):
         help_text("trainer.lerning_rate")
+
+
+def test_a_key_without_a_default_can_be_set_by_the_flag_that_its_error_names():
+    without = [key.path for key in KEYS if key.default == "" and "[]" not in key.path]
+    assert list(lacking({"trainer": {}})) == without == ["trainer.eval_every_n_steps"]
+    assert lacking({"trainer": {"eval_every_n_steps": 5}}) == {}
+    said = "config.trainer lacks eval_every_n_steps: set --config.trainer.eval_every_n_steps=VALUE. 0 evaluates only "
+    with pytest.raises(ValueError, match=re.escape(said)):
+        build(RLTrainingConfig, {"max_steps": 1}, "config.trainer")
 
 
 @pytest.mark.parametrize("name", COMMON_NAMES)

@@ -131,7 +131,7 @@ def test_bad_bytes_are_named_with_their_line(tmp_path):
 
 
 def test_missing_files(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"no\.jsonl does not exist: data\.path"):
+    with pytest.raises(FileNotFoundError, match=r"no\.jsonl does not exist: the path must name a file"):
         sources.read(str(tmp_path / "no.jsonl"))
     with pytest.raises(FileNotFoundError, match="does not exist"):
         sources.read(str(tmp_path / "no-*.jsonl"))

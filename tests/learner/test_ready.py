@@ -586,3 +586,59 @@ def test_a_pipe_as_system_prompt(tmp_path):
     os.mkfifo(tmp_path / "prompt.txt")
     with pytest.raises(ValueError, match=r"prompt\.txt is a pipe"):
         job.dry_run(values(env={"system_prompt_file": str(tmp_path / "prompt.txt")}), "runs/x")
+
+
+BROKEN = '{"question": '
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data": {"path": "no.jsonl"}}, r"^data\.path='no\.jsonl': Data file no\.jsonl does not exist"),
+        ({"data": {"path": "x.jsonl"}}, r"^data\.path='x\.jsonl': x\.jsonl line 1 is not JSON"),
+        ({"data": {"path": "x.txt"}}, r"^data\.path='x\.txt': x\.txt ends in"),
+        ({"data": {"eval_path": "no.jsonl"}}, r"^data\.eval_path='no\.jsonl': Data file no\.jsonl does not exist"),
+        ({"data": {"eval_path": "x.jsonl"}}, r"^data\.eval_path='x\.jsonl': x\.jsonl line 1 is not JSON"),
+        ({"data": {"path": "", "sources": ({"path": "x.jsonl"},)}}, r"^data\.sources='x\.jsonl': x\.jsonl line 1"),
+        ({"eval": {"sets": ({"name": "a", "path": "x.jsonl"},)}}, r"^eval\.sets='x\.jsonl': x\.jsonl line 1"),
+        ({"model": {"path": "no"}}, r"^model\.path='no' is not a directory"),
+        ({"model": {"path": "empty"}}, r"^model\.path='empty': empty (holds neither tokenizer\.json|has no config\.json)"),
+        (
+            {"model": {"path": "model"}, "break": "tokenizer.json"},
+            r"^model\.path='model': model/tokenizer\.json is not",
+        ),
+        (
+            {"model": {"path": "model"}, "break": "config.json"},
+            r"^model\.path='model': model/config\.json line 1 is not",
+        ),
+        ({"model": {"path": "model"}, "remove": "config.json"}, r"^model\.path='model': model has no config\.json"),
+        ({"model": {"path": "model"}, "remove": "model.safetensors"}, r"^model\.path='model': model has neither model"),
+        (
+            {"tokenizer": "model", "break": "tokenizer.json"},
+            r"^tokenizer='model': model/tokenizer\.json is not a token",
+        ),
+        ({"tokenizer": "no"}, r"^tokenizer='no': Tokenizer directory no does not exist"),
+    ],
+)
+@pytest.mark.parametrize("longest", [0, 128])
+def test_errors_of_files_begin_with_the_key_that_names_the_file(
+    changes, message, longest, tmp_path, model, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    for name in ("x.jsonl", "x.txt"):
+        (tmp_path / name).write_text(BROKEN + "\n")
+    changes = dict(changes)
+    if broken := changes.pop("break", None):
+        (model / broken).write_text(BROKEN)
+    if removed := changes.pop("remove", None):
+        (model / removed).unlink()
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        job.dry_run(values(**merge(changes, {"rollout": {"max_prompt_length": longest}})), "runs/x")
+
+
+def test_a_dry_run_says_that_an_update_has_fewer_micro_batches(tmp_path, capsys):
+    for algorithm in ("grpo", "sft"):
+        data = records(tmp_path, *[{"question": f"{i}+2?", "answer": "4", "completion": "4"} for i in range(9)])
+        job.dry_run(values(algorithm, data=data, trainer={"gradient_accumulation_steps": 1000}), "runs/x")
+        assert "Warning: trainer.gradient_accumulation_steps=1000 is more than" in capsys.readouterr().out

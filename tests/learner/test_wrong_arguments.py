@@ -67,3 +67,24 @@ def test_records_and_prompts_are_lists(cluster, value):
         learner.train(value)
     with pytest.raises(ValueError, match=f"prompts={value} must be a list of texts"):
         cluster.generate(value)
+
+
+def test_no_records_are_refused_under_the_name_of_the_argument(cluster):
+    learner = podrl.GRPOLearner(cluster, podrl.GRPOConfig(), reward_fns="number")
+    with pytest.raises(ValueError, match=r"^train_ds=\[\] must be at least one prompt or record to train on\.$"):
+        learner.train([])
+
+
+@pytest.mark.parametrize(("name", "why"), [("nope", "is not a built-in reward"), ("no.py:f", "does not exist")])
+def test_a_reward_function_that_is_nowhere_is_refused_when_the_learner_is_made(cluster, name, why):
+    with pytest.raises(ValueError, match=rf"^reward_fns='{name}'.*{why}"):
+        podrl.GRPOLearner(cluster, podrl.GRPOConfig(), reward_fns=name)
+    with pytest.raises(ValueError, match=rf"^reward\.fns='{name}'.*{why}"):
+        podrl.GRPOLearner(cluster, podrl.GRPOConfig(), reward_config=podrl.RewardConfig(fns=(name,)))
+
+
+def test_the_error_about_missing_evaluations_says_what_0_means():
+    with pytest.raises(
+        TypeError, match=r"RLTrainingConfig: .*'eval_every_n_steps'\. 0 evaluates only before and after"
+    ):
+        podrl.RLTrainingConfig(max_steps=1)  # pyright: ignore[reportCallIssue]

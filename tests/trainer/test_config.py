@@ -9,7 +9,7 @@ import pytest
 
 from podrl.mesh.build import make_mesh
 from podrl.trainer.config import RLTrainingConfig
-from podrl.trainer.pack_shape import _group_row, pack_shape
+from podrl.trainer.pack_shape import _group_row, fewer_micro_batches, pack_shape
 
 VECTORS = pathlib.Path(__file__).resolve().parents[2].parent / "shared" / "vectors" / "config_fields.json"
 
@@ -70,6 +70,20 @@ def test_pack_shape_follows_the_keys():
         shape(max_tokens_per_row=200, max_seq_token_per_tpu=64)
     with pytest.raises(ValueError, match=r"up to 100 tokens do not fit into rows of 64"):
         shape(max_tokens_per_row=64)
+
+
+def test_more_micro_batches_than_an_update_can_have_are_said_in_a_sentence():
+    mesh = make_mesh("fsdp=4", jax.devices()[:4])
+
+    def said(count, sequences=128):
+        training = _config(gradient_accumulation_steps=count, max_tokens_per_row=100)
+        return fewer_micro_batches(training, pack_shape(training, mesh, sequences=sequences, max_length=100), sequences)
+
+    assert said(None) == said(1) == said(32) == ""  # four devices take a row each
+    assert said(1000) == (
+        "trainer.gradient_accumulation_steps=1000 is more than an update can have here: its 128 sequences fill at most "
+        "32 x 4 rows of 100 tokens, so there are at most 32 micro-batches. The gradient is the same."
+    )
 
 
 def test_rows_cut_along_time_divide():
