@@ -91,8 +91,8 @@ COMMON_NAMES = {
 # What to use instead of settings of other systems for which no single key of podrl stands, by shell-style patterns of
 # their names. A name is either here or in `COMMON_NAMES`.
 COMMON_ADVICE = {
-    "seed": "the key for random weights and sampling is seed, in Python RLCluster(seed=N); the key for the order of "
-    "the data is data.seed, in Python GRPOLearner(data_shuffle_seed=N).",
+    "seed": "say --config.seed=N for random weights and sampling, in Python RLCluster(seed=N), and "
+    "--config.data.seed=N for the order of the data, in Python GRPOLearner(data_shuffle_seed=N).",
     "output_dir": "say --workdir=DIR, in Python RLTrainingConfig(checkpoint_root_directory=DIR); the same command or "
     "script then resumes.",
     "report_to": "log.to names trackers, such as --config.log.to=\"('wandb',)\" or podrl.run(FILE, {'log.to': "
@@ -102,8 +102,8 @@ COMMON_ADVICE = {
     "from data: batch_size of the algorithm's section). trainer.max_seq_token_per_tpu bounds the tokens that a device "
     "trains on at once, and rollout.lanes the samples that are decoded at once.",
     "generation_batch_size": "a batch is rollout.prompts_per_step x grpo.num_generations samples.",
-    "num_train_epochs": "trainer.max_steps is the number of updates; a RLTrainingConfig without max_steps makes one "
-    "pass over the data.",
+    "num_train_epochs": "trainer.max_steps is the number of updates; in Python, an RLTrainingConfig without max_steps "
+    "makes one pass over the records.",
     "warmup_steps": "trainer.warmup_fraction is the share of trainer.max_steps over which the learning rate rises.",
     "logging_steps": "metrics.jsonl has every step; log.console_every is the number of steps between printed lines.",
     "bf16": "trainer.dtype='bfloat16' computes in bfloat16, and trainer.param_dtype is the type of the weights.",
@@ -114,8 +114,7 @@ COMMON_ADVICE = {
     "scale_rewards": "say grpo.advantage_scale='std' (TRL's 'group'), 'batch' or 'none'.",
     "mask_truncated_completions": "say grpo.overlong_filter.",
     "delta": "say grpo.epsilon_c.",
-    "loss_type": "say grpo.loss_agg_mode and grpo.policy_loss_fn; docs/algorithms.md has the values for each of its "
-    "values.",
+    "loss_type": "say grpo.loss_agg_mode and grpo.policy_loss_fn; docs/algorithms.md has both for each loss_type.",
     "importance_sampling_level": "say grpo.policy_loss_fn='gspo' for the ratio of a whole sequence.",
     "vllm_importance_sampling_mode": "say grpo.sampler_correction='tis', 'sequence_tis' or 'sequence_mask'.",
     "use_vllm": "podrl decodes with its own engine, on the mesh of the rollout role; there is nothing to set.",
@@ -153,7 +152,7 @@ def unknown(name: str, known: typing.Collection[str], advice: Mapping[str, str])
       advice: for each shell-style pattern of names of other systems, a sentence that says what to use instead;
         `COMMON_ADVICE` and `COMMON_NAMES` answer all other names.
     """
-    if sentence := _pattern_advice(name, {**advice, **COMMON_ADVICE}):
+    if sentence := _pattern_advice(name, advice) or _pattern_advice(name, COMMON_ADVICE):
         return f": {sentence}"
     common = COMMON_NAMES.get(name, "")
     group, _, own = common.rpartition(".")
@@ -447,16 +446,12 @@ def build(cls: type[T], values: Mapping[str, object], prefix: str = "config") ->
     return cls(**values)
 
 
-def needed(about: str) -> Any:
-    """Declares a field without a default value of a dataclass; `about` is a sentence for the error if it is missing."""
-    return dataclasses.field(metadata={"about": about})
-
-
 def _required(cls: type) -> dict[str, str]:
-    """Returns the names of the fields without a default, each with the sentence of `needed`, or ''."""
+    """Returns the fields without a default: for the name of each, the sentence that errors about a missing value add,
+    which is the field's metadata 'if_missing', or ''."""
     fields: object = dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
     missing = [f for f in fields if f.init and f.default is f.default_factory is dataclasses.MISSING]
-    return {f.name: f.metadata.get("about", "") for f in missing}
+    return {f.name: f.metadata.get("if_missing", "") for f in missing}
 
 
 def _fields_of(cls: type, values: Mapping[str, object], prefix: str = "") -> dict[str, object]:
@@ -465,7 +460,7 @@ def _fields_of(cls: type, values: Mapping[str, object], prefix: str = "") -> dic
     Raises:
       ValueError: `values` has other names. The fields of other systems with the value None or False are ignored.
     """
-    hints, advice = types_of(cls), {**getattr(cls, "__refused__", {}), **COMMON_ADVICE}
+    hints, advice = types_of(cls), {**COMMON_ADVICE, **getattr(cls, "__refused__", {})}
     asking = [
         key
         for key, value in values.items()

@@ -374,7 +374,7 @@ def resolve(config: ConfigDict, argv: Sequence[str]) -> tuple[ConfigValues, list
         if function := _early(argv, f"{section}.{name}", ""):
             config.update({section: {name: function}})
     values = ConfigDict(complete(config.to_dict()))
-    missing = lacking(values)  # keys that the command line may set, although the file lacks them
+    missing = lacking(values.to_dict())  # keys that the command line may set, although the file lacks them
     _fill(values, missing)
     _check_overrides(argv, values)
     parsed: list[str] = []
@@ -400,16 +400,22 @@ def resolve(config: ConfigDict, argv: Sequence[str]) -> tuple[ConfigValues, list
     for key in (key for key, nothing in emptied.items() if nothing):
         *groups, name = key.split(".")
         functools.reduce(operator.getitem, groups, resolved)[name] = None
-    for group, name in (key.rsplit(".", 1) for key in missing.keys() - emptied.keys()):
-        del functools.reduce(operator.getitem, group.split("."), resolved)[name]
+    for key in missing:
+        *groups, name = key.split(".")
+        group = functools.reduce(operator.getitem, groups, resolved)
+        if key not in emptied and group[name] is None:
+            del group[name]
     return resolved, extra
 
 
 def _fill(values: ConfigDict, missing: Mapping[str, type]) -> None:
     """Adds a placeholder for each missing key, so that absl can set the key."""
     for key, kind in missing.items():
-        group, name = key.rsplit(".", 1)
-        functools.reduce(operator.getitem, group.split("."), values)[name] = config_dict.placeholder(kind)
+        *groups, name = key.split(".")
+        group: Any = values
+        for part in groups:
+            group = group[part]
+        group[name] = config_dict.placeholder(kind)
 
 
 def check_flags(argv: Sequence[str]) -> None:

@@ -7,7 +7,7 @@ import optax
 from jax.sharding import Mesh
 
 from podrl import offload
-from podrl.config import Count, Natural, NonNegative, needed, section
+from podrl.config import Count, Natural, NonNegative, section
 from podrl.models.config import LoraConfig
 from podrl.trainer.optimizer import AdamSettings, BelowOne, Optimizer, Rate, make_optimizer
 from podrl.types import PyTree
@@ -88,7 +88,9 @@ class RLTrainingConfig(AdamSettings):
         experts refuse other values.
     """
 
-    eval_every_n_steps: Natural = needed("0 evaluates only before and after training.")
+    eval_every_n_steps: Natural = dataclasses.field(
+        metadata={"if_missing": "0 evaluates only before and after training."}
+    )
     max_steps: Count | None = None
     gradient_accumulation_steps: Count | None = None
     checkpoint_root_directory: str | None = None

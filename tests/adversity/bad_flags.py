@@ -104,6 +104,11 @@ CONFIG_FILES = {
     "config that misses what a trainer needs": config_file(
         _MINIMAL, ["config.trainer lacks", "--config.trainer.eval_every_n_steps"]
     ),
+    "config that misses what a trainer needs, which the command line gives": Bad(
+        ["--config=mine.py", "--workdir=run", "--config.trainer.eval_every_n_steps=0"],
+        ["--config.trainer.max_steps"],
+        files={"mine.py": _MINIMAL},
+    ),
     "config that misses max_steps": config_file(
         _returning("{'trainer': {'eval_every_n_steps': 0}}"), ["--config.trainer.max_steps"]
     ),
@@ -134,9 +139,9 @@ FLAGS = {
     "unknown flag": launch("--confg.seed=3", ["confg"]),
     "last part of a key": launch("--max_steps=10", ["--max_steps", "'--config.trainer.max_steps=10'"]),
     "last part of a key, with dashes": launch("--max-steps=10", ["'--config.trainer.max_steps=10'"]),
-    "last part of several keys": launch(
-        "--seed=3", ["'--config.data.seed' or '--config.rollout.seed' or '--config.seed'"]
-    ),
+    "last part of several keys": launch("--path=x", ["'--config.data.path' or '--config.model.path'"]),
+    "setting of TRL": launch("--num_train_epochs=3", ["--num_train_epochs", "trainer.max_steps is the number of"]),
+    "seed alone": launch("--seed=3", ["--config.seed=N", "--config.data.seed=N"]),
     "name of another system": launch("--lr=1e-4", ["--lr", "--config.trainer.learning_rate=1e-4"]),
     "last part of no key": launch("--swiftness=1e-4", ["--swiftness", "--help_config"]),
     "misspelt flag": launch("--workdri=x", ["workdri", "'--workdir'"]),

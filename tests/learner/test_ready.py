@@ -602,7 +602,10 @@ BROKEN = '{"question": '
         ({"data": {"path": "", "sources": ({"path": "x.jsonl"},)}}, r"^data\.sources='x\.jsonl': x\.jsonl line 1"),
         ({"eval": {"sets": ({"name": "a", "path": "x.jsonl"},)}}, r"^eval\.sets='x\.jsonl': x\.jsonl line 1"),
         ({"model": {"path": "no"}}, r"^model\.path='no' is not a directory"),
-        ({"model": {"path": "empty"}}, r"^model\.path='empty': empty (holds neither tokenizer\.json|has no config\.json)"),
+        (
+            {"model": {"path": "empty"}},
+            r"^model\.path='empty': empty (holds neither tokenizer\.json|has no config\.json)",
+        ),
         (
             {"model": {"path": "model"}, "break": "tokenizer.json"},
             r"^model\.path='model': model/tokenizer\.json is not",
