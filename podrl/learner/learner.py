@@ -305,7 +305,8 @@ class SampleLearner(SavedByRun):
             several = isinstance(train_ds, Iterable) and not isinstance(train_ds, str)
             require(several, "train_ds", train_ds, "a list of records or batches of records; podrl.run reads files")
             items, size = from_batches(list(train_ds))
-            require(len(items) > 0, "train_ds", train_ds, "at least one prompt or record to train on")
+            if not items:
+                raise ValueError(f"train_ds={train_ds!r:.80} is empty: it must have at least one prompt or record.")
             if size and prompts_per_step not in (None, size):
                 raise ValueError(
                     f"prompts_per_step={prompts_per_step}, and batches of the dataset have {plural(size, 'prompt')}."

@@ -1,5 +1,6 @@
 """Arguments of the Python API that are None or of another kind are refused in a sentence that names the argument."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -7,6 +8,7 @@ import pytest
 
 import podrl
 from podrl.engine.config import RolloutConfig
+from podrl.learner.grpo import GRPO
 
 TRAINING = podrl.RLTrainingConfig(max_steps=1, eval_every_n_steps=0)
 
@@ -71,7 +73,7 @@ def test_records_and_prompts_are_lists(cluster, value):
 
 def test_no_records_are_refused_under_the_name_of_the_argument(cluster):
     learner = podrl.GRPOLearner(cluster, podrl.GRPOConfig(), reward_fns="number")
-    with pytest.raises(ValueError, match=r"^train_ds=\[\] must be at least one prompt or record to train on\.$"):
+    with pytest.raises(ValueError, match=r"^train_ds=\[\] is empty: it must have at least one prompt or record\.$"):
         learner.train([])
 
 
@@ -88,3 +90,12 @@ def test_the_error_about_missing_evaluations_says_what_0_means():
         TypeError, match=r"RLTrainingConfig: .*'eval_every_n_steps'\. 0 evaluates only before and after"
     ):
         podrl.RLTrainingConfig(max_steps=1)  # pyright: ignore[reportCallIssue]
+
+
+def test_fewer_micro_batches_than_wished_are_said_once_when_training_begins(cluster):
+    said: list[str] = []
+    few = dataclasses.replace(TRAINING, gradient_accumulation_steps=1000)
+    cluster = podrl.RLCluster(actor="tiny", cluster_config=dataclasses.replace(cluster.config, training_config=few))
+    GRPO(cluster, podrl.GRPOConfig(), samples=16, log=said.append)
+    (text,) = [text for text in said if "gradient_accumulation_steps" in text]
+    assert text.startswith("Warning: trainer.gradient_accumulation_steps=1000 is more than an update can have here")
