@@ -56,7 +56,7 @@ def test_builds_nested_values_and_converts_lists_and_integers():
         ({"rate": 1, "on": "yes"}, r"outer\.on='yes' must be True or False"),
         ({"rate": 1, "names": "xy"}, r"outer\.names='xy' must be a list of texts"),
         ({"rate": 1, "weights": [1.0, math.inf]}, r"outer\.weights\[1\]=inf must be a number in \[-1e9, 1e9\]"),
-        ({"rate": 1, "vllm_memory": 0.2}, r"'vllm_memory': podrl decodes with its own engine"),
+        ({"rate": 1, "vllm_memory": 0.2}, r"'vllm_memory': podrl decodes with its own engine; set lanes\.$"),
     ],
 )
 def test_refusals_name_the_key_the_value_and_what_must_hold(values, message):

@@ -68,6 +68,8 @@ PLACES = {
     "PPOLearner": lambda name: podrl.PPOLearner(None, None, **{name: 1}),  # pyright: ignore[reportArgumentType]
     "learner.train": lambda name: podrl.GRPOLearner.train(object.__new__(podrl.GRPOLearner), [], **{name: 1}),
     "podrl.run": lambda name: podrl.run("grpo_gemma.py", **{name: 1}),
+    "podrl.run, overrides": lambda name: podrl.run("grpo_gemma.py", {name: 1}, workdir="never"),
+    "podrl.run, overrides of trainer": lambda name: podrl.run("grpo_gemma.py", {f"trainer.{name}": 1}, workdir="never"),
 }
 # Places where podrl has a setting of the same name.
 OWN = {
@@ -75,6 +77,7 @@ OWN = {
     ("seed", "--config.X"),
     ("seed", "RolloutConfig"),
     ("seed", "RLCluster"),
+    ("seed", "podrl.run, overrides"),
     ("num_iterations", "--config.grpo.X"),
     ("num_iterations", "GRPOConfig"),
 }
@@ -82,7 +85,8 @@ OWN = {
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", ANSWERS)
-def test_a_setting_of_trl_is_answered_wherever_it_is_written(name, place):
+def test_a_setting_of_trl_is_answered_wherever_it_is_written(name, place, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     if (name, place) in OWN:
         pytest.skip("podrl has a setting of this name here")
     with pytest.raises((ValueError, TypeError)) as caught:
