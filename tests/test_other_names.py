@@ -21,7 +21,7 @@ ANSWERS = {
     "warmup_steps": "trainer.warmup_fraction",
     "warmup_ratio": "warmup_fraction",
     "logging_steps": "log.console_every",
-    "save_steps": "checkpoint.every",
+    "save_steps": "every",
     "eval_steps": "eval_every_n_steps",
     "bf16": "trainer.dtype",
     "fp16": "trainer.dtype",
@@ -63,6 +63,11 @@ PLACES = {
     "RLTrainingConfig": lambda name: podrl.RLTrainingConfig(eval_every_n_steps=0, **{name: 1}),
     "RolloutConfig": lambda name: podrl.RolloutConfig(**{name: 1}),
     "GRPOConfig": lambda name: podrl.GRPOConfig(**{name: 1}),
+    "PPOConfig": lambda name: podrl.PPOConfig(**{name: 1}),
+    "RewardConfig": lambda name: podrl.RewardConfig(**{name: 1}),
+    "CheckpointConfig": lambda name: podrl.CheckpointConfig(**{name: 1}),
+    "LoraConfig": lambda name: podrl.LoraConfig(**{name: 1}),
+    "ClusterConfig": lambda name: podrl.ClusterConfig(**{name: 1}),
     "RLCluster": lambda name: podrl.RLCluster(**{name: 1}),
     "GRPOLearner": lambda name: podrl.GRPOLearner(None, None, **{name: 1}),  # pyright: ignore[reportArgumentType]
     "PPOLearner": lambda name: podrl.PPOLearner(None, None, **{name: 1}),  # pyright: ignore[reportArgumentType]
@@ -80,6 +85,7 @@ OWN = {
     ("seed", "podrl.run, overrides"),
     ("num_iterations", "--config.grpo.X"),
     ("num_iterations", "GRPOConfig"),
+    ("num_iterations", "PPOConfig"),
 }
 
 
