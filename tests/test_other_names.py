@@ -113,7 +113,7 @@ def test_a_setting_of_trl_is_answered_wherever_it_is_written(name, place, tmp_pa
         ("peft_config", "podrl.LoraConfig"),
         ("reward_funcs", "'reward_fns'"),
         ("reward_weights", "podrl.RewardConfig(weights="),
-        ("callbacks", "metric_fns"),
+        ("callbacks", "metric_fns are called every step"),
     ],
 )
 @pytest.mark.parametrize("learner", [podrl.GRPOLearner, podrl.PPOLearner])
