@@ -57,7 +57,7 @@ def read(parser, text):
         assert (call.problem or call.name) and len(call.problem) < 400
         for schema in SCHEMAS:
             fitted = calls.fitted(dr_tulu.arguments("t", call.arguments, schema), schema, "query")
-            json.loads(json.dumps({"frame": {"in": {"frames": fitted}}}))  # in the form that the tool gets
+            json.loads(json.dumps({"frame": {"in": {"frames": fitted}}}))  # as in the message to the tool
     for text_ in (text, json.dumps(text)):
         assert all(isinstance(one, str) for one in dr_tulu.documents(text_))
     for kind in ("integer", "number", "boolean", "array", "object"):

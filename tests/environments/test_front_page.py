@@ -1,4 +1,5 @@
-"""Tests the page of podrl.serve: which request goes on from which answer, why a branch begins, and texts as text."""
+"""Tests the page of podrl.serve: which request continues which answer, why a branch begins, and that HTML is
+escaped."""
 
 import re
 

@@ -32,7 +32,7 @@ noughts = text_arena("TicTacToe-v0", opponent=first)
 
 
 def walk():
-    """A game of gymnasium whose actions and observations are numbers, as texts."""
+    """Makes a game of gymnasium that reads an action as a text and writes an observation as a text."""
     import gymnasium
 
     game = gymnasium.make("FrozenLake-v1", is_slippery=False)

@@ -1,4 +1,4 @@
-"""Jobs that learn from judged answers: the update of a step, and runs that learn and are resumed."""
+"""KTO and the training of reward models: the update of a KTO step, and runs that learn and are resumed."""
 
 import json
 import shutil
@@ -98,7 +98,7 @@ def configured(name, **changes):
 
 
 def run_and_resume(values, workdir):
-    """Runs a job, and resumes it from before its last step; returns the first run's records of steps."""
+    """Runs a job, then resumes it from the checkpoint before its last step; returns the first run's step records."""
     steps = []
     for again in (False, True):
         if again:

@@ -1,4 +1,4 @@
-"""95 % intervals agree with Wilson's worked by hand, cover the truth in simulations, and are the same on the page."""
+"""95 % intervals equal Wilson's by hand, cover the truth in simulations, and are the same on the page of podrl.view."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Teachers of sources have their own tokenizers and meshes; each scores its sources' samples and gives advantages."""
+"""Teachers of sources have their own tokenizers and meshes; each scores the samples of its sources."""
 
 import dataclasses
 import json
@@ -29,7 +29,7 @@ SOURCES = ({"path": "problems", "name": "math"}, {"path": "sums", "name": "chat"
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Writes a teacher with the policy's tokenizer and one that reads bytes, both with random weights."""
+    """Writes two teachers with random weights: one with the policy's tokenizer, one with a byte tokenizer."""
     root = tmp_path_factory.mktemp("teachers")
     mesh = make_mesh("fsdp=1", jax.devices()[:1])
     size = ScratchModel(num_layers=2, model_dim=64, ffn_dim=96, num_heads=2, num_kv_heads=1)
@@ -63,7 +63,7 @@ def told(experience: Any, **fields: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def said():
-    """Makes samples of words; the first ones end their turn."""
+    """Makes samples of words, filled up with end-of-turn tokens; sample 0 also ends its turn at place 10."""
     made, own = Bench(parsed("grpo", {})), Tokenizer(TINY)
     rollouts = made.experience.rollouts
     tokens_BT = rollouts.tokens_BT.copy()

@@ -1,4 +1,4 @@
-"""Fields under Tunix's names count what Tunix counts, with the numbers of its own arithmetic (its rl_learner.py)."""
+"""Fields with Tunix's names count in Tunix's units; the expected numbers follow Tunix's rl_learner.py."""
 
 import dataclasses
 

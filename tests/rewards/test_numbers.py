@@ -92,7 +92,7 @@ TABLE = {
     "-(5)": "-5", "-($5)": "-5", "x = -(1/2)": "-1/2", "-(-5)": None, "-(x)": None, "x - (5)": None, "x -(5)": None,
     "|-5|": None, "abs(-5)": None, r"\left|-5\right|": None, "$(10)": "10",
     "1/-2": "-1/2", "-1/-2": "1/2", r"\frac{1}{-2}": "-1/2",
-    # several words of size; digits in other notations
+    # several magnitude words ("hundred thousand"), fractions in words, numbers in other notations
     "3 hundred thousand": "300000", "3 hundred million": "300000000", "100 thousand million": "100000000000",
     "2 thousand five hundred": None, "2 hundred and fifty": None,
     "2 thousand twenty-five": None, "2 and a half": "5/2", "2 and a half million": "2500000", "2 and a third": None,

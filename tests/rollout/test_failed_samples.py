@@ -32,7 +32,7 @@ def clean(untied, prompts_of):
 
 
 def with_nan(params, token):
-    """Makes the model produce NaN for one token."""
+    """Returns parameters in which `token` has an embedding of NaN, so that the logits after the token are NaN."""
     return {**params, "embed": params["embed"].at[token].set(np.nan)}
 
 
@@ -89,7 +89,8 @@ def test_too_many_end_the_call_and_name_the_weights(untied, clean):
     unharmed(again, whole, [])
 
 
-# An array, the changed place (sample 5 has a prompt of 20 tokens, sample 8 a short row), the new value, and the count.
+# An array, the changed place (sample 5 has a prompt of 20 tokens, sample 8 a short row), the new value, and the metric
+# that counts the fault.
 CHANGED = [
     ("mask_BT", (5, 19), 1.0, "rollout/faulty_tokens"),
     ("mask_BT", (5, 21), 0.0, "rollout/faulty_tokens"),

@@ -151,7 +151,7 @@ def test_what_a_template_cannot_write_is_refused(histories):
 
 
 def test_calls_in_tags_stand_in_the_models_own_turn(histories):
-    """A call is written into its turn even if the answer is unknown, because another server gave it."""
+    """A call is written into the assistant's turn even if the answer is unknown, as when another server sampled it."""
     made = histories(PLAIN, "call_tool")
     arguments = json.dumps({"expression": "1 + 2", "digits": 2})
     call = {"id": "c1", "type": "function", "function": {"name": "calculator", "arguments": arguments}}
