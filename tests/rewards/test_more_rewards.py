@@ -80,7 +80,7 @@ def test_math_without_its_extra_says_which(monkeypatch):
 
 
 class Endpoint(http.server.BaseHTTPRequestHandler):
-    """An endpoint whose answer depends on the text to be graded."""
+    """A judge's endpoint, whose answer depends on the first word of the text to be graded."""
 
     requests: list
     failures: dict
@@ -118,7 +118,7 @@ class Endpoint(http.server.BaseHTTPRequestHandler):
 
 @contextlib.contextmanager
 def endpoint(**failures):
-    """Starts a local judge: (settings of a judge there, the requests it got)."""
+    """Starts a local judge; yields (reward settings that name the judge, the list of the requests that it gets)."""
     handler = type("Handler", (Endpoint,), {"requests": [], "failures": dict(failures)})
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
