@@ -191,8 +191,8 @@ class Raises:
 
 
 class Blocks:
-    """Blocks its process if the task has a field `blocks`; unless its value is 'process', also the interpreter's
-    lock."""
+    """Blocks its process if the task has a field `blocks`; unless the field is 'process', it also keeps the
+    interpreter's lock."""
 
     async def run(self, task, model):
         turn = await model.say()

@@ -285,7 +285,7 @@ def test_json_calls():
     assert (call.name, call.arguments) == ("a", {"x": "y"})
     assert plain.calls('{"answer": 3}', "eos") == plain.calls("The answer is 3.", "eos") == []
     seen = hermes.observation([ToolOutput(["1"]), ToolOutput([f"2{SEPARATOR}x"])], "id")
-    assert seen.text.split(SEPARATOR) == ["1", "2x"]  # two messages of role tool
+    assert seen.text.split(SEPARATOR) == ["1", "2x"]  # the outputs become two messages of role tool
     assert [[seen.text[a:b] for a, b in group] for group in seen.cuts] == [["1"], ["2x"]]
 
 

@@ -379,7 +379,7 @@ def test_a_retry_joins_the_request_under_way_and_the_last_answer(shared):
     first = Client(shared, body=HI)
     ((number, _),) = events(shared, 1)
     again = Client(shared, body=HI, retry=1)
-    twin = Client(shared, body=HI | {"seed": 1}, retry=1)  # another body
+    twin = Client(shared, body=HI | {"seed": 1}, retry=1)  # with another body it is a new request
     ((other, _),) = events(shared, 1)
     shared.reply(other, answer("other"))
     shared.reply(number, answer("ho"))
@@ -389,7 +389,7 @@ def test_a_retry_joins_the_request_under_way_and_the_last_answer(shared):
     ]
     assert Client(shared, body=HI, retry=2).json()[1]["id"] == "chatcmpl-a1"
     assert not shared.poll(0.0)
-    own = Client(shared, body=HI)  # no retry but a request of its own
+    own = Client(shared, body=HI)  # without a retry count it is a new request
     ((number, _),) = events(shared, 1)
     shared.reply(number, answer("ho", id="a2"))
     assert own.json()[1]["id"] == "chatcmpl-a2"
@@ -413,7 +413,7 @@ def test_a_client_that_hangs_up_drops_its_request(front):
     ((number, _),) = events(front, 1)
     client.hang_up()
     assert events(front, 1) == [(number, None)]
-    late = Client(front, body=HI, retry=2)  # a new request
+    late = Client(front, body=HI, retry=2)  # the first request was dropped, so this retry is a new request
     ((newer, request),) = events(front, 1)
     late.hang_up()
     assert newer != number and request is not None
@@ -525,11 +525,11 @@ def test_a_retry_within_the_grace_keeps_its_request(monkeypatch):
         back = local.client(HI, retry=1)
         await local.settled(1)
         local.end_graces()
-        assert len(await local.settled(1)) == 1  # neither dropped nor repeated
+        assert len(await local.settled(1)) == 1  # the request was neither dropped nor sent again
         await back.hang_up()
         local.end_graces()
         assert (await local.settled(2))[1:] == [{"disconnect": number}] and not local.delivered
-        late = local.client(HI, retry=2)  # a new request
+        late = local.client(HI, retry=2)  # the first request was dropped, so this retry is a new request
         frames = await local.settled(3)
         assert frames[2]["request"] != number
         await late.hang_up()

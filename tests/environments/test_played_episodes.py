@@ -332,8 +332,8 @@ def test_code_that_blocks_costs_its_own_episode_only(what):
 
 
 def test_no_episode_answers_for_others_that_block():
-    """Four episodes block one after the other, and each costs a worker. Another episode that waits in these workers may
-    lose only three by itself, but these four do not count for it."""
+    """Four episodes block one after the other, and each costs its worker, in which a fifth episode waits. An episode
+    that loses three workers ends the job, but workers that are lost through other episodes do not count."""
     with Episodes(config("Blocks", blocked_s=0.5), Limits(), journal=None) as episodes:
         episodes.start(0, Task("p"))
         (waits,) = episodes.poll(30)
@@ -566,7 +566,7 @@ def test_a_record_names_its_environment():
     with Episodes(settings, Limits(), journal=None) as episodes:
         for named, turns, outcome in [
             ({}, [wanted, Turn("end")], (1, None)),  # env.environment is the default, and runs the call
-            ({"env": "somebody's"}, [wanted, Turn("end")], (1, None)),  # the user's own field: the default, too
+            ({"env": "somebody's"}, [wanted, Turn("end")], (1, None)),  # no environment's name: the default
             ({"env": "none"}, [wanted], (0, None)),
             ({"env": others[0]}, [Turn("5")] * 9, (6, 0.0)),
         ]:

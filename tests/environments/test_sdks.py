@@ -126,7 +126,7 @@ def test_an_agent_of_openai_agents_uses_its_tool(front, form):
 
 def test_an_agent_of_smolagents_uses_its_tool(front):
     smolagents = pytest.importorskip("smolagents", reason="needs package smolagents, with package openai")
-    tool = smolagents.tool  # the package warns about a decorator's other name
+    tool = smolagents.tool  # the package warns unless the decorator is written `@tool`
 
     @tool
     def calculator(query: str) -> str:

@@ -438,7 +438,7 @@ def test_a_process_that_pauses_at_any_message_until_it_is_given_up_stops_nobody(
     given up must learn this at its next message, or it would wait for ever. Hosts that have given the leader up are
     replaced."""
     roles, told = Hosts((0,), tuple(range(1, 1 + hosts))), []
-    # The leader gets more messages than a host, so it pauses only at every fourth.
+    # The leader gets more messages than a host does, so the test pauses it only at every fourth message.
     for message in itertools.count(1, 4 if pause is _leader_pauses else 1):
         began: list[tuple[Pods, threading.Event]] = []
         begin = lambda pods, at=message, to=began: to.append((pods, pause(pods, at)))  # noqa: E731

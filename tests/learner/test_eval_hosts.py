@@ -1,4 +1,4 @@
-"""Evaluation hosts: after a loss the remaining hosts make every share, or the job ends with an error."""
+"""Evaluation hosts: if one is lost, the others make all shares of the evaluation, or the job ends with an error."""
 
 import contextlib
 import threading

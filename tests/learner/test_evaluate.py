@@ -87,7 +87,7 @@ def test_a_policy_is_scored_greedily_and_sampled_by_the_rewards_of_the_run():
         evaluate.rewards = lambda rollouts: generator.judged(rollouts, at_once=2)
         metrics, shown = evaluate("policy", 7)  # pyright: ignore[reportArgumentType]
     assert cluster.asked == [("policy", 1, 0.0, LIMIT), ("policy", 2, 1.0, LIMIT)]
-    assert BATCHES == [2, 1, 4, 2]  # `at_once=2`: completions of two prompts, then of the third; greedy, then sampled
+    assert BATCHES == [2, 1, 4, 2]  # at most 2 prompts a call: 2 and 1 greedy completions, 4 and 2 sampled ones
     name = rewards.names[0]
     assert metrics["eval/greedy_answer"] == pytest.approx(2 / 3) and metrics["eval/sampled_answer"] == pytest.approx(
         1 / 3
@@ -149,7 +149,7 @@ def test_the_table_shows_intervals(capsys):
 
 
 class Echo(Cluster):
-    """Answers every prompt with its index in the data."""
+    """A cluster that answers every prompt with the prompt's index in the data."""
 
     config = types.SimpleNamespace(
         rollout=lambda: RolloutConfig(max_tokens_to_generate=LIMIT, lanes=4), rollout_engine=object
@@ -190,7 +190,8 @@ def test_an_evaluation_in_pieces_of_as_many_samples_as_lanes_is_the_whole_one():
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 20])
 def test_shares_have_the_order_of_the_records_however_many_they_are(count):
-    """Two evaluations are compared record by record, and hosts may have left between the two evaluations."""
+    """Two evaluations are compared record by record. Hosts may have left between them, so the order of the records must
+    not depend on the number of shares."""
     batches = [prompts_with("0129"), prompts_with("456"), prompts_with("7")]
     shares = [share_of(batches, index, count) for index in range(count)]
     assert "".join(text for share in shares for prompts in share for text in prompts.fields["answer"]) == "01294567"

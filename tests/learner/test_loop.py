@@ -1,4 +1,4 @@
-"""The loop's order of events, against a trace worked out by hand."""
+"""The loop's order of events is compared with a trace worked out by hand."""
 
 import contextlib
 

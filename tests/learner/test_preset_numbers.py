@@ -19,7 +19,7 @@ NO_KL, K1 = (0.0, "", None), (0.04, "k1", None)
 DAPO = {"dynamic_sampling": True, "overlong_shaping": True}
 
 # preset: (loss, low, high, dual clip), aggregation, KL in the loss (beta, form, clamp),
-#   (estimator, scale, eps, lone samples), KL in the reward (coefficient, form), further settings.
+#   (estimator, scale, eps, advantage in a group of one), KL in the reward (coefficient, form), further settings.
 GRPO, PLAIN = ("grpo", "std", 1e-6, "zero"), ("grpo", "none", 1e-6, "zero")
 CLIP, REINFORCE = ("clip", 0.2, 0.2, None), ("reinforce", 0.2, 0.2, None)
 NUMBERS = {

@@ -82,7 +82,7 @@ def test_numbers_by_hand_of_two_prompts_with_a_hint_and_without(bench):
     assert isinstance(scores, IdScores) and scores.id_XK.shape == scores.teacher_logprob_XK.shape == (4, K)
     assert scores.number_BT[0, 3:7].tolist() == [0, 1, 2, 0] and scores.number_BT[5, 3:6].tolist() == [0, 3, 0]
     read = HintedBatch.of(short.rollouts).rollouts
-    assert np.argwhere(read.mask_BT).tolist() == [[0, 7], [0, 8], [5, 2]]  # after hints of 7 and 2 tokens
+    assert np.argwhere(read.mask_BT).tolist() == [[0, 7], [0, 8], [5, 2]]  # places after hints of 7 and 2 tokens
     assert not scores.teacher_logprob_XK[0].any() and (scores.teacher_logprob_XK[1:] < 0).all()
 
 
@@ -233,7 +233,7 @@ def test_neither_order_nor_packing_nor_mesh_of_the_rows_matters(bench):
 
 
 def test_the_sampled_token_has_the_log_probability_that_sampled_gives_it_in_samples_of_several_pieces_too(bench):
-    """All ids are compared, so each sampled id is among them. Hints are longer, shorter than the prompt, or absent."""
+    """All ids are compared, so each sampled id is among them. Hints are longer or shorter than prompts, or absent."""
     cluster, rollouts = reset(bench), bench.experience.rollouts
     piece_BT = np.zeros_like(rollouts.tokens_BT)
     for b, begin in ((0, 7), (1, 6), (5, 8)):

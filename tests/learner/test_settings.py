@@ -230,7 +230,7 @@ def test_stale_samples_are_corrected_by_default_and_fresh_ones_are_not(settings_
     assert (stale.correction, stale.old_source(1), stale.old_source(2)) == ("tis", "current", "trainer")
     assert stale.correction_bounds == (0.0, 2.0)
     assert "times the sampler correction: min(w, 2)" in stale.policy_loss(8).formula()
-    # Either of the two keys centres the clip on the policy that sampled, for which a correction would be 1.
+    # Each of these two changes centres the clip on the policy that sampled, so a correction would be 1.
     for changes in ({"old_logprob": "sampler"}, {"sampler_correction": "none"}):
         bare = settings_of(beta=0.0, max_staleness=1, **changes)
         assert (bare.correction, bare.old_source(1)) == ("none", "sampler")

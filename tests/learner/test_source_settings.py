@@ -23,7 +23,7 @@ from podrl.trainer import packing
 from podrl.trainer.objective import TokenLoss
 from podrl.types import NO_EPISODE, STOP_EOS, Experience, Prompts, Rollouts, blank_columns
 
-SAME = 2e-6 if np.dtype(np.float32).itemsize == 4 else 1e-12  # tests/trainer/test_float64.py runs tests in float64
+SAME = 2e-6 if np.dtype(np.float32).itemsize == 4 else 1e-12  # tests/trainer/in_float64.py makes it float64
 G, PROMPT, T = 2, 3, 12
 NAMES = ("math", "chat", "tools", "math", "plain")
 P, B = len(NAMES), G * len(NAMES)
@@ -37,7 +37,7 @@ OWN = {
 
 
 def mixture():
-    """Makes five prompts of four sources; samples of 'tools' and 'math' contain tools' answers."""
+    """Makes five prompts of four sources; samples of 'tools' and 'math' contain two tokens of a tool's answer."""
     rng = np.random.default_rng(0)
     length_B = np.array([12, 9, 7, 11, 12, 10, 12, 6, 8, 12])
     place_BT = np.tile(np.arange(T), (B, 1))

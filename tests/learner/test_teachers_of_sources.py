@@ -102,7 +102,7 @@ def test_each_source_is_scored_by_its_teacher(quick_compilation, folders, said):
 
 def test_a_teacher_of_other_tokens_gives_each_span_its_sum(quick_compilation, folders, said):
     """The teacher scores a row of its own tokens. Each token of a span gets the teacher's sum over the span minus the
-    policy's sum; the test works it out by hand."""
+    policy's sum; the test recomputes these sums."""
     path = str(folders / "bytes")
     found = described({"path": path, "sources": ("math",)}, {"path": str(folders / "same")})
     cluster, theirs, own = bench(found).cluster, Tokenizer(path), Tokenizer(TINY)
@@ -139,7 +139,7 @@ def test_a_teacher_of_other_tokens_gives_each_span_its_sum(quick_compilation, fo
 
 
 def test_teachers_may_have_devices_of_their_own(quick_compilation, folders, said):
-    """The scores equal those of a teacher on the trainer's devices."""
+    """A teacher on devices of its own gives the same scores as on the trainer's devices."""
     path, found = str(folders / "same"), {}
     roles = RolesConfig(teacher=AuxiliaryConfig("fsdp=2"))
     on = meshes(roles)

@@ -89,7 +89,7 @@ def test_the_advantage_of_a_span_has_the_gradient_of_the_spans_divergence():
     kl = torch.sum(torch.exp(logprobs().sum(1)) * (logprobs().sum(1) - teacher_X))
     wanted = torch.autograd.grad(kl, logits)
     logprob_X2 = logprobs().detach().numpy()
-    theirs_X2 = np.stack([teacher_X.numpy(), np.zeros(9)], axis=1)  # the sum of each span, at its first token
+    theirs_X2 = np.stack([teacher_X.numpy(), np.zeros(9)], axis=1)  # a span's sum is at its first token
     ones_X2, span_X2 = np.ones((9, 2)), np.zeros((9, 2), int)
     advantage_X2, metrics = Distillation(1.0, 0.0).advantages(logprob_X2, theirs_X2, ones_X2, span_X2)
     weight_X2 = torch.tensor(advantage_X2) * torch.exp(logprobs().detach().sum(1, keepdim=True))

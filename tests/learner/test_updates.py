@@ -36,7 +36,7 @@ P, G, PROMPT, LIMIT = 2, 4, 4, 8
 B, T = P * G, PROMPT + LIMIT
 REWARD_B = np.array([1.0, 0.0, 0.5, 0.0, 0.2, 1.0, 1.0, 0.0])
 
-SAMPLER = {"old_logprob": "sampler"}  # makes ratios spread widely from the first update on
+SAMPLER = {"old_logprob": "sampler"}  # with this setting ratios spread widely from the first update on
 BAND = {"correction_low": 0.9, "correction_high": 1.1}
 STRONG_KL = {"beta": 1.0}
 CLAMP = 2.0**-20  # nats; the mean of such values is exact

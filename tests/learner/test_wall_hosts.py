@@ -191,7 +191,7 @@ def train_through(
     """Trains from `start` to step `until`; after `kills` random steps it kills a rollout host and adds one.
 
     Returns:
-      The batches by step, what checkpoints hold by step, and the leader's source of batches.
+      The batches by step, the open groups in the checkpoint of each step, and the leader's source of batches.
     """
     directory.mkdir(exist_ok=True)
     rng, seen, saved = random.Random(seed), {}, {}
@@ -267,7 +267,7 @@ def train_through(
 
 
 def assert_whole(seen, steps, staleness):
-    """Asserts that every prompt is in exactly one batch, and no token is older than the bound."""
+    """Asserts that every prompt is in exactly one batch, and no token is older than the staleness bound."""
     assert sorted(int(i) for batch in seen.values() for i in batch.rollouts.prompts.index_P) == [*range(P * steps)]
     for step, batch in seen.items():
         versions = batch.rollouts.version_BT[batch.rollouts.version_BT >= 0]

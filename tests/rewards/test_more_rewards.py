@@ -138,7 +138,7 @@ def endpoint(**failures):
 
 def test_the_judge_scores_and_retries(monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", "secret")
-    with endpoint(**{"7.5": 1}) as (config, requests):  # busy once, then answers
+    with endpoint(**{"7.5": 1}) as (config, requests):  # the judge is busy once, then answers
         reward_FB = score(config, "7.5 {answer}", "0 x", "10 y", prompts=["q {completion}", "r", "s"], answer=[1, 2, 3])
         np.testing.assert_allclose(reward_FB, [[0.75, 0.0, 1.0]])
         assert len(requests) == 4
@@ -198,7 +198,7 @@ def test_a_rubric_asks_about_every_criterion():
 
 
 def test_a_judge_that_is_away_is_asked_until_it_is_back():
-    with endpoint(**{"3": 5}) as (config, requests):  # far more than the one retry after an unreadable answer
+    with endpoint(**{"3": 5}) as (config, requests):  # busy more often than the one retry after a bad answer
         np.testing.assert_allclose(score(config, "3 busy"), [[0.3]])
         assert len(requests) == 6
 

@@ -273,7 +273,7 @@ def test_a_majority_counts_numbers_in_any_form(texts, right, wanted):
     assert reference.majority(texts, right) == wanted
 
 
-# Reference, answer, whether they are mathematically equal.
+# (reference, answer, True if both are mathematically equal)
 EQUATIONS = [
     ("12", "13 = 12", 0), ("12", "12 = 13", 0), ("12", "x = 11 = 12", 0), ("12", "x = 12", 1), ("12", "10 + 2 = 12",
     1),

@@ -47,7 +47,7 @@ def test_numbers_by_hand():
     assert list(evaluate.summary({"right": right[:1, :1], "majority": right[:1, :1]})) == ["right"]
     seven = evaluate.summary({"right": np.ones((7, 1)), "length": np.full((7, 1), 3.0), "majority": np.ones((7, 1))})
     assert seven["right"] == {"mean": 1.0, "records": 7, "low": pytest.approx(0.6457, abs=1e-4), "high": 1.0}
-    assert seven["length"] == {"mean": 3.0, "records": 7}  # equal values do not show how far others may be: no interval
+    assert seven["length"] == {"mean": 3.0, "records": 7}  # equal values do not show how much values vary
 
 
 def test_a_difference_is_taken_record_by_record():
@@ -111,7 +111,7 @@ GIVEN = ["3+2=5.\n#### 5", "5", 5, 5.0, ["7", "#### 5"], "#### 1,200"]
 
 
 def test_answers_are_those_of_training():
-    """Answers have GSM8K's form, or are numbers or lists; accuracies and rewards read the same answer."""
+    """The records' answers have GSM8K's form, or are numbers or lists; accuracies and rewards read the same answer."""
     records = [record(answer, "1,200" if answer == GIVEN[-1] else "5") for answer in GIVEN]
     plain = evaluate.Scoring(None, RewardConfig(), 1.0, 1)
     assert plain(records)["right"].tolist() == [[1.0]] * 6

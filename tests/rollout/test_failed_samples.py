@@ -96,8 +96,8 @@ CHANGED = [
     ("mask_BT", (5, 21), 0.0, "rollout/faulty_tokens"),
     ("mask_BT", (8, -1), 1.0, "rollout/faulty_tokens"),
     ("tokens_BT", (5, 2), 299, "rollout/faulty_tokens"),
-    ("piece_BT", (5, slice(21, None)), 1, "rollout/faulty_tokens"),  # the first token of a piece has no context
-    ("piece_BT", (5, slice(2, None)), 1, "rollout/faulty_tokens"),  # a piece that would begin within the prompt
+    ("piece_BT", (5, slice(21, None)), 1, "rollout/faulty_tokens"),  # a piece's first token cannot be sampled
+    ("piece_BT", (5, slice(2, None)), 1, "rollout/faulty_tokens"),  # a piece begins within the prompt
     ("logprob_BT", (5, 20), np.nan, "rollout/faulty_tokens"),
     ("logprob_BT", (5, 20), 0.5, "rollout/faulty_tokens"),
     ("version_BT", (5, 20), -1, "rollout/faulty_tokens"),

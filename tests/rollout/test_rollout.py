@@ -136,7 +136,7 @@ def test_stop_string_truncates_exactly(tight, policy, prompts_of):
     cut = tight.generate(policy, prompts_of([5, 9]), group_size=6, step=4, sampling=sampling)
     stopped = 0
     for b, text in enumerate(cut.completions):
-        # Stop strings are also searched in the end token's text, which is no part of the completion.
+        # The search for stop strings includes the end token's text, which is no part of the completion.
         whole = letters(list(free.tokens_BT[b, free.prompts.length_P[b // 6] : free.length_B[b]]))
         at = [whole.find(s) + 3 for s in sampling.stop_strings if s in whole]
         if not at:
@@ -146,7 +146,7 @@ def test_stop_string_truncates_exactly(tight, policy, prompts_of):
         assert cut.stop_B[b] == STOP_STRING
         assert text == whole[: min(at)]
         n = cut.length_B[b] - cut.prompts.length_P[b // 6]
-        assert n == -(-min(at) // 2)  # a token is two letters: the last token has the end of the stop string
+        assert n == -(-min(at) // 2)  # a token is two letters: the last token contains the end of the stop string
         np.testing.assert_array_equal(cut.tokens_BT[b, : cut.length_B[b]], free.tokens_BT[b, : cut.length_B[b]])
     assert stopped >= 3
 
@@ -227,7 +227,7 @@ def test_sleep_and_wake(tight, policy, prompts_of):
     np.testing.assert_array_equal(before.tokens_BT, after.tokens_BT)
     stream = tight.stream(policy, prompts_of([5, 6]), group_size=2, step=0)
     next(stream)
-    stream.close()  # abandoned halfway: the next call starts clean
+    stream.close()  # the stream is abandoned halfway, and the next call starts clean
     again = tight.generate(policy, prompts_of([5, 6]), group_size=2, step=0)
     np.testing.assert_array_equal(before.tokens_BT, again.tokens_BT)
 

@@ -65,7 +65,7 @@ def add(serving, dialect, **body):
 
 
 def run(serving, until=None):
-    """Steps until all requests are answered, or `until` steps; returns the updates for each request by its number."""
+    """Steps the server until all requests are answered, or `until` times; returns each request's updates by number."""
     outputs = {}
     for _ in itertools.count() if until is None else range(until):
         if not serving.busy:

@@ -40,7 +40,7 @@ def collect(result, slot, tokens, logprobs):
 
 
 def test_a_server_loop_gives_what_a_session_gives(engine, params, tight, policy, prompts_of):
-    """Compares a loop of prefill, (bulk_)insert, generate and free_resource, with refills, with
+    """A loop of prefill, bulk_insert, generate and free_resource, in which slots are refilled, gives the samples of
     `RolloutWorker.generate`."""
     prompts, G = prompts_of([5, 20, 1, 16, 9]), 3
     sampling = Sampling(max_new=25)
@@ -82,7 +82,8 @@ def test_a_server_loop_gives_what_a_session_gives(engine, params, tight, policy,
 
 
 def test_one_sample_at_a_time_and_a_prefix_in_parts(engine, params, prompts_of):
-    """Inserts after each prefill; a prompt that is prefilled in two parts gives the same sample as in one."""
+    """Inserts one prefix into one slot. A prompt that is prefilled in two parts gives the same sample as in one
+    part."""
     prompts = prompts_of([19])
     whole = prompt_of(prompts, 0)
     keys = np.array([7, 9], np.uint32)

@@ -198,7 +198,7 @@ def assert_equal(one, two):
 
 
 def assert_whole(found, S):
-    """Asserts that every prompt is in exactly one batch, and no token is older than the bound."""
+    """Asserts that every prompt is in exactly one batch, and no token is older than the staleness bound."""
     assert sorted(i for batch in found.values() for i in batch.rollouts.prompts.index_P) == [*range(P * (LAST + 1))]
     for step, batch in found.items():
         versions = batch.rollouts.version_BT[batch.rollouts.version_BT >= 0]
@@ -298,7 +298,7 @@ def test_a_killed_run_goes_on_without_losing_a_prompt(tight, policies, batches, 
         replay.mkdir()
         shutil.copy(directory / NAME, replay)
         assert_equal(both, made(tight, policies, batches, sampling, replay, clock=77, **more)[0])
-        begin = (saved_after + 1, again[saved_after + 1])  # a checkpoint of repeated steps
+        begin = (saved_after + 1, again[saved_after + 1])  # a checkpoint that was saved while steps were repeated
         third, _ = made(tight, policies, batches, sampling, directory, clock=51, begin=begin, **more)
         assert_equal(third, {step: found[step] for step in third})
 

@@ -1,4 +1,4 @@
-"""Batches sampled in windows: versions follow a formula, a sample depends on no other, and checkpoints have parts."""
+"""Batches sampled in windows: token versions follow a formula, samples depend on no other, kills change nothing."""
 
 import dataclasses
 import itertools

@@ -172,7 +172,7 @@ def test_a_process_at_the_address_of_a_dead_one_is_not_taken_for_it(process):
 
 
 def test_a_process_of_another_job_is_told_so_each_time_it_asks(three):
-    """The first answer may be lost on the way."""
+    """The first refusal may be lost on the way, so a repeated request is refused again."""
     leader, trainer, _ = three
     other = Seat(1, Hosts((0,), (1, 2)), leader.channel.address, "s")
     said = {"process": 1, "address": trainer.channel.address, "endpoint": trainer.channel.number, "host": "h", "pid": 7}
