@@ -37,7 +37,7 @@ OWN = {
 
 
 def mixture():
-    """Makes five prompts of four sources; samples of 'tools' and 'math' contain two tokens of a tool's answer."""
+    """Makes five prompts of four sources; samples of 'tools' and 'math' contain tokens of a tool's answer."""
     rng = np.random.default_rng(0)
     length_B = np.array([12, 9, 7, 11, 12, 10, 12, 6, 8, 12])
     place_BT = np.tile(np.arange(T), (B, 1))

@@ -158,7 +158,7 @@ STOPS = ("aba", "bcb", "ca")
 @given(data=st.data())
 def test_extended_samples_equal_full_forward(tiny, tight, policy, prompts_of, data):
     """Samples pause at a stop string, an end token or a limit, get random tokens and go on. All log-probabilities of
-    sampled tokens equal those of the full forward pass."""
+    sampled tokens agree with the full forward pass."""
     prompts = prompts_of(data.draw(st.lists(st.integers(1, 20), min_size=1, max_size=4)))
     sampling = Sampling(max_new=30)
     session = tight.session(policy)
