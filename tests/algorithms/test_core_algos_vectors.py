@@ -55,7 +55,7 @@ def close(actual, expected, dtype, mask_BT=None):
 
 
 class Inputs:
-    """The arrays of the file; `xp` chooses host or device."""
+    """The input arrays of core_algos.json, as numpy arrays, or as jax arrays if `xp` is jax.numpy."""
 
     def __init__(self, dtype, xp=np):
         self.__dict__ |= {name: xp.asarray(np.array(value, dtype)) for name, value in VECTORS["inputs"].items()}
@@ -154,7 +154,8 @@ def test_gae(key, gamma, lam, mask, dtype, xp):
     x = Inputs(dtype, xp)
     mask_BT = getattr(x, mask)
     advantage_BT, return_BT = gae.gae(x.token_level_rewards, x.values, mask_BT, gamma=gamma, lam=lam)
-    # verl leaves carried values on masked tokens; here they are 0, so only counted tokens are compared.
+    # On a masked token verl keeps the advantage carried from the next unmasked token, where podrl returns 0. So only
+    # unmasked tokens are compared.
     close(return_BT, VECTORS["advantages"][key]["ret"], dtype, np.asarray(mask_BT))
     close(gae.masked_whiten(advantage_BT, mask_BT), VECTORS["advantages"][key]["adv"], dtype, np.asarray(mask_BT))
 

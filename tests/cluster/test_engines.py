@@ -123,7 +123,9 @@ def test_each_setting_of_evaluations_is_honoured_or_refused_by_name():
     honoured = set()
     for name, value in changed.items():
         own = dataclasses.replace(base)
-        object.__setattr__(own, name, value)  # past the class's own checks, for fields that are added later, too
+        # This bypasses the checks of the frozen class, which refuse made-up values. So fields that are added later are
+        # tested too.
+        object.__setattr__(own, name, value)
         try:
             config, _ = configured("podrl", rollout={podrl.Mode.TRAIN: base, podrl.Mode.EVAL: own})
         except ValueError as error:

@@ -78,7 +78,7 @@ def sleeps(query: str) -> str:
 
 
 def holds(query: str) -> str:
-    """Sleeps without letting go of the interpreter."""
+    """Sleeps without releasing the interpreter's lock."""
     ctypes.PyDLL(None).sleep(1000)
     return query
 
@@ -167,7 +167,7 @@ def seen(query: str) -> str:
 
 
 class Guess:
-    """Allows seven guesses at a number from 1 to 100; an answer that is not a number costs a tenth at once."""
+    """Allows seven guesses at a number from 1 to 100; an answer that is not a number has the reward -0.1 at once."""
 
     async def run(self, task, model):
         secret = 1 + task.seed % 100
@@ -191,7 +191,8 @@ class Raises:
 
 
 class Blocks:
-    """Blocks its process, or its interpreter too if the task says so."""
+    """Blocks its process if the task has a field `blocks`; unless the field is 'process', it also keeps the
+    interpreter's lock."""
 
     async def run(self, task, model):
         turn = await model.say()

@@ -1,4 +1,4 @@
-"""An MCP server with DR-Tulu's tools and faults, for tests: `mcp_server.py stdio`, `mcp_server.py sse PORT`."""
+"""An MCP server with DR-Tulu's tools and faulty tools, for tests: `mcp_server.py stdio`, `mcp_server.py sse PORT`."""
 
 import asyncio
 import os
@@ -46,7 +46,7 @@ async def slow(query: str) -> str:
 
 @server.tool()
 async def dies_once(query: str) -> str:
-    """Ends the server, unless the file is there."""
+    """Makes the file that the query names and ends the server; if the file exists, the server lives on."""
     if os.path.exists(query):
         return f"alive {os.getpid()}"
     with open(query, "w"):
@@ -88,7 +88,7 @@ async def logged(query: str) -> str:
         file.write("begin\n")
     while log.read_text().split().count("begin") < int(least.read_text()):
         await asyncio.sleep(0.01)
-    await asyncio.sleep(0.1)  # as in acts.py: time for calls beyond the limit to begin
+    await asyncio.sleep(0.1)  # a call beyond the limit of concurrent calls could begin now, and the test would see it
     with log.open("a") as file:
         file.write("end\n")
     return "done"
@@ -96,7 +96,7 @@ async def logged(query: str) -> str:
 
 @server.tool()
 async def pid(query: str) -> str:
-    """The server's process."""
+    """Returns the number of the server's process, and the environment variable that the query names."""
     return f"{os.getpid()} {os.environ.get(query)}"
 
 

@@ -12,7 +12,7 @@ from podrl.environments.protocol import Task, Turn
 from podrl.environments.tools import EXCEEDED, WithTools
 
 TOOL = {"name": "t", "key": "t", "schema": {}, "query": "query", "tag": "", "description": ""}
-WRITTEN = {  # each form's function from a tool's name ('' for a call that cannot be read) to a call's text
+WRITTEN = {  # for each format a function that writes a call of the named tool; '' gives a call that cannot be read
     "call_tool": lambda name: f'<call_tool name="{name}">q</call_tool>' if name else "what</call_tool>",
     "hermes": lambda name: f"<tool_call>{json.dumps({'name': name}) if name else '{'}</tool_call>",
 }
@@ -42,7 +42,8 @@ class Scripted:
     turns=st.lists(st.lists(st.sampled_from(["t", "t", "t", "unknown", ""]), min_size=1, max_size=4), max_size=6),
 )
 def test_exactly_so_many_calls_count(form, most, turns):
-    """Failed calls count; calls of a turn count in their order; text after the refusal is never a call."""
+    """Failed calls count too, and the calls of a turn count in their order. After the refusal of a call ('Max tool
+    calls exceeded.') no text is a call."""
     if form == "call_tool":
         turns = [[name] for turn in turns for name in turn]
     model = Scripted(["".join(map(WRITTEN[form], turn)) for turn in turns], stop=form == "hermes")

@@ -57,7 +57,7 @@ def read(parser, text):
         assert (call.problem or call.name) and len(call.problem) < 400
         for schema in SCHEMAS:
             fitted = calls.fitted(dr_tulu.arguments("t", call.arguments, schema), schema, "query")
-            json.loads(json.dumps({"frame": {"in": {"frames": fitted}}}))  # in the form that the tool gets
+            json.loads(json.dumps({"frame": {"in": {"frames": fitted}}}))  # as in the message to the tool
     for text_ in (text, json.dumps(text)):
         assert all(isinstance(one, str) for one in dr_tulu.documents(text_))
     for kind in ("integer", "number", "boolean", "array", "object"):
@@ -285,7 +285,7 @@ def test_json_calls():
     assert (call.name, call.arguments) == ("a", {"x": "y"})
     assert plain.calls('{"answer": 3}', "eos") == plain.calls("The answer is 3.", "eos") == []
     seen = hermes.observation([ToolOutput(["1"]), ToolOutput([f"2{SEPARATOR}x"])], "id")
-    assert seen.text.split(SEPARATOR) == ["1", "2x"]  # two messages of role tool
+    assert seen.text.split(SEPARATOR) == ["1", "2x"]  # the outputs become two messages of role tool
     assert [[seen.text[a:b] for a, b in group] for group in seen.cuts] == [["1"], ["2x"]]
 
 

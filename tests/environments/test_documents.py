@@ -75,7 +75,8 @@ def test_a_server_of_ones_own(tmp_path):
 
 
 class Count:
-    """Counts to a number; a step's reward is its sign."""
+    """Subtracts the numbers in the model's texts from the seed, until 0 is left; a step's reward is its number's
+    sign."""
 
     def reset(self, seed):
         self.left = seed

@@ -33,7 +33,7 @@ def nested(depth):
 
 
 BODY = 1 << 16  # bytes; longest body in these tests
-# This grace is long enough for every retry; PATIENCE_S only ends a test that hangs.
+# With this `grace_s` every retry of a client comes in time; PATIENCE_S only ends a test that hangs.
 SETTINGS = FrontSettings(max_requests=3, body_bytes=BODY, grace_s=2 * PATIENCE_S, context_tokens=64, page=True)
 
 
@@ -82,7 +82,7 @@ class Client:
 
 
 def events(front, count):
-    """Waits for the next `count` requests and drops of a front."""
+    """Waits for the next `count` events of a front: (number, request), or (number, None) if a request was dropped."""
     found = []
     until(lambda: found.extend(front.poll(0.0)) or len(found) >= count, f"{count} requests or drops")
     return found
@@ -182,7 +182,7 @@ def test_a_body_of_chunks_is_bounded_too(shared):
 
 @pytest.mark.parametrize("where", ["head", "trailers"])
 def test_a_head_is_bounded_too(shared, where):
-    """Strangers without a key could otherwise fill the memory."""
+    """Otherwise clients without a key could fill the server's memory."""
     head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n"
     head += "\r\n1\r\n{\r\n0\r\n" if where == "trailers" else ""
     with socket.create_connection(place(shared), timeout=PATIENCE_S) as plain:
@@ -193,7 +193,8 @@ def test_a_head_is_bounded_too(shared, where):
 
 
 def exchanged(front, *pieces):
-    """Sends pieces of bytes, each after the first line of the answer to the one before; returns all that came back."""
+    """Sends pieces of bytes, each after the first line of the answer to the piece before it; returns all bytes that
+    came back."""
     with socket.create_connection(place(front), timeout=PATIENCE_S) as plain:
         reader, lines = plain.makefile("rb"), []
         for piece in pieces:
@@ -206,7 +207,7 @@ def test_requests_in_one_piece_are_answered_in_turn(shared):
     health = b"GET /health HTTP/1.1\r\n\r\n"
     came = exchanged(shared, health * 2 + b"GET /health?x HTTP/1.0\r\n\r\n")
     assert came.count(b"HTTP/1.1 200 OK") == 3 and came.count(b"connection: close") == 1
-    came = exchanged(shared, health * 200)  # strangers without a key could otherwise fill the memory
+    came = exchanged(shared, health * 200)  # otherwise clients without a key could fill the memory
     assert b" 400 " in came and b"More than 64 requests wait" in came
 
 
@@ -233,7 +234,8 @@ def test_an_error_of_the_application_is_an_answer(capsys):
 
 
 def test_a_client_that_has_sent_a_large_body_can_hang_up():
-    """A connection that does not read would not notice it."""
+    """The server must go on reading after a large body, because otherwise it would not notice that the client hangs
+    up."""
 
     async def run():
         reading = []
@@ -377,7 +379,7 @@ def test_a_retry_joins_the_request_under_way_and_the_last_answer(shared):
     first = Client(shared, body=HI)
     ((number, _),) = events(shared, 1)
     again = Client(shared, body=HI, retry=1)
-    twin = Client(shared, body=HI | {"seed": 1}, retry=1)  # another body
+    twin = Client(shared, body=HI | {"seed": 1}, retry=1)  # with another body it is a new request
     ((other, _),) = events(shared, 1)
     shared.reply(other, answer("other"))
     shared.reply(number, answer("ho"))
@@ -387,7 +389,7 @@ def test_a_retry_joins_the_request_under_way_and_the_last_answer(shared):
     ]
     assert Client(shared, body=HI, retry=2).json()[1]["id"] == "chatcmpl-a1"
     assert not shared.poll(0.0)
-    own = Client(shared, body=HI)  # no retry but a request of its own
+    own = Client(shared, body=HI)  # without a retry count it is a new request
     ((number, _),) = events(shared, 1)
     shared.reply(number, answer("ho", id="a2"))
     assert own.json()[1]["id"] == "chatcmpl-a2"
@@ -411,17 +413,21 @@ def test_a_client_that_hangs_up_drops_its_request(front):
     ((number, _),) = events(front, 1)
     client.hang_up()
     assert events(front, 1) == [(number, None)]
-    late = Client(front, body=HI, retry=2)  # a new request
+    late = Client(front, body=HI, retry=2)  # the first request was dropped, so this retry is a new request
     ((newer, request),) = events(front, 1)
     late.hang_up()
     assert newer != number and request is not None
 
 
-# The application runs in this process, where a test can see what the server has noticed.
+# In the tests below the application runs in this process, where a test can see what the server has noticed.
 
 
 class LocalFront:
-    """The front's application on the running event loop; `graces` are the calls that end the grace of a request."""
+    """The front's application on the running event loop.
+
+    `graces` holds the callbacks that cancel a request when its client has hung up and `grace_s` is over; the tests call
+    them instead of waiting.
+    """
 
     def __init__(self, monkeypatch):
         self.frames, self.graces = [], []
@@ -519,11 +525,11 @@ def test_a_retry_within_the_grace_keeps_its_request(monkeypatch):
         back = local.client(HI, retry=1)
         await local.settled(1)
         local.end_graces()
-        assert len(await local.settled(1)) == 1  # neither dropped nor repeated
+        assert len(await local.settled(1)) == 1  # the request was neither dropped nor sent again
         await back.hang_up()
         local.end_graces()
         assert (await local.settled(2))[1:] == [{"disconnect": number}] and not local.delivered
-        late = local.client(HI, retry=2)  # a new request
+        late = local.client(HI, retry=2)  # the first request was dropped, so this retry is a new request
         frames = await local.settled(3)
         assert frames[2]["request"] != number
         await late.hang_up()
@@ -559,7 +565,7 @@ def test_requests_beyond_the_most_of_a_key_wait(monkeypatch):
 
 
 def test_a_client_that_stops_sending_is_refused(monkeypatch):
-    """Without this limit an unfinished request would count as open for as long as its connection lasts."""
+    """Without the limit `_SILENT_S` an unfinished request would be open for as long as its connection lasts."""
     monkeypatch.setattr(front_http, "_SILENT_S", 0.0)
 
     async def run():

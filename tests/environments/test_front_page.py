@@ -1,4 +1,5 @@
-"""Tests the page of podrl.serve: which request goes on from which answer, why a branch begins, and texts as text."""
+"""Tests the page of podrl.serve: which request continues which answer, why a branch begins, and that HTML is
+escaped."""
 
 import re
 
@@ -22,7 +23,7 @@ def test_requests_stand_below_the_answers_that_they_go_on_from():
     said = {"role": "assistant", "content": "5"}
     add([USER], [1, 2], [3])
     add([USER, said, MORE], [1, 2, 3, 4], [5], text="So?")  # goes on with request 1
-    add([USER, said, MORE], [1, 2, 3, 4], [6])  # so does this one
+    add([USER, said, MORE], [1, 2, 3, 4], [6])  # goes on with request 1, too
     add([USER, said, MORE], [1, 7, 4], [8])
     add([USER, said, MORE], [9, 4], [8], tools=[ADD], text=CALL)
     add([USER, {"role": "assistant", "content": "6"}, MORE], [9, 9], [8])

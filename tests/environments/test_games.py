@@ -32,7 +32,7 @@ noughts = text_arena("TicTacToe-v0", opponent=first)
 
 
 def walk():
-    """A game of gymnasium whose actions and observations are numbers, as texts."""
+    """Makes a game of gymnasium that reads an action as a text and writes an observation as a text."""
     import gymnasium
 
     game = gymnasium.make("FrozenLake-v1", is_slippery=False)
@@ -60,7 +60,8 @@ def test_a_game_for_one_is_a_function_of_its_seed():
     for says, done in games:
         texts = [say.observation for say in says]
         assert "between 1 and 8" in texts[0]
-        assert texts[1:] == ["The target number is higher."] * (len(texts) - 1)  # only the new text, without the action
+        # An observation has only the new text, without the player's action.
+        assert texts[1:] == ["The target number is higher."] * (len(texts) - 1)
         assert done.reward == 1.0 and done.metrics["steps"] == len(says)
     assert random.getstate() == before
 
@@ -160,7 +161,7 @@ def test_a_server_of_openenv_that_is_lost_is_named(monkeypatch):
     with serving(monkeypatch), pytest.raises(Exception, match=r"at ws://127\.0\.0\.1:\d+/ws gave no answer to step"):
         played("echo", ["a", "leave"])
     with socket.socket() as nobody:
-        nobody.bind(("127.0.0.1", 0))  # no program listens
+        nobody.bind(("127.0.0.1", 0))  # no program listens at this port
         monkeypatch.setenv(ADDRESS, f"http://127.0.0.1:{nobody.getsockname()[1]}")
         with pytest.raises(
             Exception, match=r"at ws://127\.0\.0\.1:\d+/ws gave no answer to connect .* url of open_env"

@@ -73,7 +73,7 @@ def test_the_leader_has_an_answer_before_it_is_used(pods, files, tmp_path):
 
 
 def test_a_host_that_takes_samples_over_looks_for_their_answers_again(pods, files):
-    """A host that takes over reads the step's journal again, because the lost host wrote more after the first
+    """A host that takes over samples reads the step's journal again, because the lost host wrote more after the first
     reading."""
     journal, other = at(pods[1]), Task("p", step=7, index=3, sample=0)
     assert find(journal, 0, "sea", other) is None
@@ -85,7 +85,7 @@ def test_a_host_that_takes_samples_over_looks_for_their_answers_again(pods, file
 
 
 def test_samples_that_are_taken_over_together_all_find_their_answers(pods, files):
-    """All of them wait for one reading of the store, even if the sample that asked for the reading is cancelled."""
+    """All samples wait for one reading of the store, even if the sample that began the reading is cancelled."""
     journal, other = at(pods[1]), Task("p", step=7, index=3, sample=0)
     assert find(journal, 0, "sky") is None
     for number in range(8):
@@ -129,7 +129,7 @@ def test_a_record_that_is_sent_twice_is_written_once(pods, files, tmp_path):
 
 @contextlib.contextmanager
 def slow_disk(monkeypatch, seconds=0.05):
-    """Makes the disk slow, and returns a list of the file sizes at each sync."""
+    """Makes each sync of a file wait; yields a list to which each sync appends the size of its file."""
     taken, sync = [], os.fsync
 
     def fsync(file):

@@ -38,7 +38,7 @@ def config(*servers, tools=(), **settings):
 
 
 def served(kind, port):
-    """The test server on a port of this machine."""
+    """Runs the test server on a port of this machine, as a context manager."""
     return serving([sys.executable, str(SERVER), kind, str(port)], port)
 
 
@@ -50,7 +50,7 @@ def free_port():
 
 @pytest.fixture(scope="module")
 def stdio():
-    """Starts episodes with the server's tools; DR-Tulu's two tools have the names that its models write."""
+    """Starts episodes with the server's tools; two tools have the names that DR-Tulu's models write."""
     known = MCPServer(STDIO, names=("snippet_search", "browse_webpage", "floods", "huge", "closes"))
     rest = MCPServer(STDIO, names=("add", "dies_once", "dies", "pid", "sum"), aliases={"sum": "add"}, retries=1)
     late = MCPServer(STDIO, names=("slow",), deadline_s=1.0)
@@ -117,8 +117,8 @@ def test_no_more_calls_at_once_than_a_server_may_have(tmp_path):
 
 @pytest.mark.slow
 def test_a_call_is_made_again_after_the_process_of_the_sessions_died():
-    """If the process of the sessions dies, its servers die too, and new servers answer. If the process dies at every
-    call, the job ends."""
+    """One process (mcp_worker) holds the sessions with all servers. If it dies, its servers die too, and new servers
+    answer. If it dies at every call, the job ends."""
     made = config(MCPServer(STDIO, names=("slow", "pid")))
     others = set(processes())
     with Episodes(made, Limits(), journal=None) as episodes:
@@ -149,7 +149,7 @@ def waiting(episodes, turn):
 
 
 def sessions(others):
-    """Lists the child processes that talk to servers, except `others`."""
+    """Waits for the child process that talks to the servers, which is none of `others`; returns its number."""
     end = time.monotonic() + PATIENCE_S
     while time.monotonic() < end:
         for number in set(processes()) - others:

@@ -54,7 +54,8 @@ def call(tool, query="", **attributes):
 
 
 def play(episodes, turns, task=TASK, number=0):
-    """Plays one episode; its turns come from a list, or from a function of each observation. Returns all its events."""
+    """Plays one episode; its turns come from a list, or from a function of each observation. Returns (observations,
+    end)."""
     says: list[EpisodeObservation] = []
     if isinstance(turns, list):
         left = iter(turns)
@@ -230,7 +231,8 @@ def test_what_tools_return_becomes_text(tools):
 
 
 def test_who_waits_is_named(tools):
-    """Makes four calls, two at a time; all waiting samples are named, whether they wait for a turn or an answer."""
+    """Makes four calls, of which two run at a time. All samples are named, whether they wait to begin their call or for
+    its answer."""
     for number in range(4):
         tools.start(number, Task("p", sample=number, index=17))
     waiting, done, order = set(), 0, []
@@ -330,8 +332,8 @@ def test_code_that_blocks_costs_its_own_episode_only(what):
 
 
 def test_no_episode_answers_for_others_that_block():
-    """Four episodes block one after the other. None of the workers that they lose counts for the fifth episode, which
-    may lose three."""
+    """Four episodes block one after the other, and each costs its worker, in which a fifth episode waits. An episode
+    that loses three workers ends the job, but workers that are lost through other episodes do not count."""
     with Episodes(config("Blocks", blocked_s=0.5), Limits(), journal=None) as episodes:
         episodes.start(0, Task("p"))
         (waits,) = episodes.poll(30)
@@ -484,7 +486,7 @@ def test_nothing_is_left_behind():
         episodes.turn(say.episode, call("sleeps"))
         while not episodes.waiting():
             time.sleep(0.01)
-        deadline = time.monotonic() + 10  # its command is not readable until exec has ended
+        deadline = time.monotonic() + 10  # the child's command is not readable until exec has ended
         while child not in processes():
             assert time.monotonic() < deadline, child
             time.sleep(0.01)
@@ -563,8 +565,8 @@ def test_a_record_names_its_environment():
     wanted = call("calculator", "2+2")
     with Episodes(settings, Limits(), journal=None) as episodes:
         for named, turns, outcome in [
-            ({}, [wanted, Turn("end")], (1, None)),  # the time limit of env.environment, which runs the call
-            ({"env": "somebody's"}, [wanted, Turn("end")], (1, None)),  # a field of the user's own
+            ({}, [wanted, Turn("end")], (1, None)),  # env.environment is the default, and runs the call
+            ({"env": "somebody's"}, [wanted, Turn("end")], (1, None)),  # no environment's name: the default
             ({"env": "none"}, [wanted], (0, None)),
             ({"env": others[0]}, [Turn("5")] * 9, (6, 0.0)),
         ]:

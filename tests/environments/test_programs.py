@@ -366,7 +366,7 @@ def test_a_killed_run_asks_no_program_again_for_an_episode_that_had_finished(pla
             assert one.completions[b] == again.completions[b]
         assert len(path.read_text().splitlines()) == 4
     assert not caplog.messages
-    other, asked = run(lines, temperature=0.1)  # the model now gives other answers
+    other, asked = run(lines, temperature=0.1)  # with this temperature the model gives other answers
     assert asked and "the program runs again" in caplog.text
     assert not faults(other, step=1, max_staleness=1) and (other.mask_BT.sum(axis=1) > 0).all()
 
@@ -443,7 +443,7 @@ def test_sub_agents_that_work_at_once_are_pieces_of_one_sample(play, tmp_path):
 def test_requests_of_256_episodes_that_ask_three_at_once_are_in_the_rows_and_the_trainer_computes_their_numbers(
     play, serving, tmp_path
 ):
-    """Sampler and trainer agree on all tokens, and only because the trainer separates the pieces."""
+    """Sampler and trainer agree on all tokens' log-probabilities, and only because the trainer separates the pieces."""
     rollouts = play("crowds", response=140, failed_share=0.0, group_size=256, processes=8)
     assert not faults(rollouts, step=1, max_staleness=1)
     answers = [json.loads(line) for line in (tmp_path / "asked").read_text().splitlines()]
@@ -453,7 +453,7 @@ def test_requests_of_256_episodes_that_ask_three_at_once_are_in_the_rows_and_the
         for k in range(rollouts.piece_BT[b].max() + 1):
             in_T = (rollouts.piece_BT[b] == k) & (np.arange(rollouts.tokens_BT.shape[1]) < rollouts.length_B[b])
             if not rollouts.mask_BT[b][in_T].any():
-                continue  # the data's prompt, if another request came first
+                continue  # this piece is the data's prompt alone: the first request had another prompt
             given = int(rollouts.mask_BT[b][in_T].argmax())
             assert (rollouts.mask_BT[b][in_T] == (np.arange(in_T.sum()) >= given)).all()
             tokens, logprobs = rollouts.tokens_BT[b][in_T].tolist(), rollouts.raw_logprob_BT[b][in_T].tolist()
@@ -579,7 +579,7 @@ def test_a_program_that_hangs_is_ended_and_those_that_wait_for_its_process_have_
 
 @pytest.mark.parametrize("slow", [False, True])
 def test_the_end_of_a_program_ends_its_descendants_in_sessions_of_their_own(tmp_path, monkeypatch, slow):
-    """One descendant has the program's environment; the other has an empty environment, as after `env -i`.
+    """One descendant has the program's environment variables; the other has none, as after `env -i`.
 
     If the worker that kills is slow, the program has ended, and its children have another parent, before the second
     signal is sent.
@@ -608,7 +608,8 @@ time.sleep(1000)
 
 
 def test_a_descendant_that_hides_from_its_program_does_not_hold_up_its_end(tmp_path):
-    """A process without the program's environment, whose parent has ended, is not found; it still holds the pipes."""
+    """A process without the program's environment variables, whose parent has ended, is not found, although it still
+    holds the program's pipes."""
     code = """
 import subprocess, time
 subprocess.run(["/bin/sh", "-c", "/bin/sleep 1000 & echo $! >>PIDS; echo all >>PIDS"], env={}, start_new_session=True)

@@ -126,7 +126,7 @@ def test_an_agent_of_openai_agents_uses_its_tool(front, form):
 
 def test_an_agent_of_smolagents_uses_its_tool(front):
     smolagents = pytest.importorskip("smolagents", reason="needs package smolagents, with package openai")
-    tool = smolagents.tool  # the package warns about a decorator's other name
+    tool = smolagents.tool  # the package warns unless the decorator is written `@tool`
 
     @tool
     def calculator(query: str) -> str:
@@ -165,7 +165,7 @@ def test_an_agent_of_pydantic_ai_uses_its_tool(front):
     assert asyncio.run(run()) == "It is 9."
 
 
-@pytest.mark.filterwarnings("ignore:Item:UserWarning")  # of litellm's own classes
+@pytest.mark.filterwarnings("ignore:Item:UserWarning")  # litellm's own classes cause it
 def test_litellm_gets_calls_and_streams(front, monkeypatch):
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else its import downloads a list of prices
     litellm = pytest.importorskip("litellm", reason="needs package litellm")
@@ -184,7 +184,7 @@ def test_litellm_gets_calls_and_streams(front, monkeypatch):
     with pytest.raises(litellm.BadRequestError, match="response_format"):
         litellm.completion(messages=messages[:1], response_format={"type": "json_object"}, **given)
     for client in litellm.in_memory_llm_clients_cache.cache_dict.values():
-        if isinstance(client, openai.OpenAI):  # it would be closed with a warning, in a later test
+        if isinstance(client, openai.OpenAI):  # an open client would cause a warning in a later test
             client.close()
 
 

@@ -108,7 +108,7 @@ def test_an_episode_of_verifiers_is_one_row_with_its_reward(records, play):
     asked = records()
     assert [record["messages"] for record in asked] == [[{"role": "user", "content": f"{i}+1="}] for i in range(3)]
     assert len(records(limit=2)) == 2
-    play(asked[2])  # a process plays tasks in any order
+    play(asked[2])  # the program's process may play tasks in any order
     rollouts = play(asked[1])
     assert not faults(rollouts, step=1, max_staleness=1)
     for b in range(4):

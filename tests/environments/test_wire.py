@@ -267,7 +267,7 @@ def test_generate_answers_with_ids():
     assert request.model_request.ids == (1, 2) and request.model_request.stop_ids == (9,)
     choices = [Choice("x", [7, 9], [-1.0, -1 / 3], [], "eos"), Choice("", [], []), Choice("y", [2**31 - 1], [-0.0])]
     fields, numbers = Answer("r", 0, [1, 2], choices).to_frame()
-    answer = Answer.from_frame(json.loads(json.dumps(fields)), numbers)  # as the front gets it
+    answer = Answer.from_frame(json.loads(json.dumps(fields)), numbers)  # the front gets the answer as a frame
     body = json.loads(json.dumps(generate.write(request, answer, "")))
     assert body["request_id"] == "r" and list(answer.prompt_ids) == [1, 2]
     assert [choice["token_ids"] for choice in body["choices"]] == [[7, 9], [], [2**31 - 1]]
@@ -284,7 +284,7 @@ def test_generate_answers_with_ids():
 )
 @pytest.mark.parametrize("dialect", [chat, completions, generate])
 def test_a_stream_tells_what_the_whole_answer_tells(dialect, text, cuts, stop, n):
-    """The chunks of a stream join to the whole answer, for all parts of the answer and all stop strings."""
+    """The chunks of a stream join to the whole answer, however it is cut into parts, and for all stop strings."""
     first = min((place for s in stop if (place := text.find(s)) >= 0), default=None)
     met = ""
     if first is not None:  # the engine ends an answer at the first complete stop string

@@ -1,4 +1,4 @@
-"""A pod whose hosts differ is refused: the error names the difference, both values and the host."""
+"""A pod whose hosts have different files or settings is refused; the error names them, both values and the host."""
 
 import dataclasses
 import json
@@ -132,7 +132,8 @@ def test_user_code_is_compared_whatever_its_path_holds(tmp_path, name):
 
 
 def test_packages_of_any_form_are_compared(tmp_path, monkeypatch):
-    """A package may lack __init__.py, hold files that sort before it, or be reached only by a dotted import."""
+    """A package may lack __init__.py, hold files that sort before __init__.py, or be reached only by a dotted
+    import."""
     for name in ("envs/math/reward.py", "envs/code/reward.py", "pk/__init__.py", "pk/Math/x.py", "lib/sub/mod.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("A = 1\n")
@@ -162,7 +163,7 @@ def test_two_parts_of_one_directory_are_both_compared(tmp_path):
 
 
 def test_a_file_that_took_anothers_place_has_its_own_checksum(tmp_path):
-    """The file that replaces another may have the same name, size and time."""
+    """A file may be replaced by a file with the same name, size and modification time."""
     cache, file = Cache(str(tmp_path / "cache")), tmp_path / "train.jsonl"
     found = []
     for text in ("one", "two"):
@@ -175,7 +176,8 @@ def test_a_file_that_took_anothers_place_has_its_own_checksum(tmp_path):
 
 
 def test_functions_in_settings_are_compared_by_name_and_by_the_file_they_are_in(files):
-    """A function's repr would hold an address, which differs in every process."""
+    """Settings are not compared by repr: the repr of a function holds a memory address, which differs in every
+    process."""
     job, place = job_of(settings(files)), str(files / "rewards.py")
     scores: list[dict[str, Any]] = [{}, {}]
     for i in range(2):
@@ -212,7 +214,7 @@ def test_weights_are_described_by_reading_a_bounded_part_of_them(tmp_path, monke
 
 
 def _checked(pods: list[Any], checks: list[Callable[[], None]]) -> list[str]:
-    """Runs a check on every host at once; returns the error message of each."""
+    """Runs one check per host, all at the same time; returns each check's error message, or '' if it passed."""
     said = [""] * len(pods)
 
     def check(i: int) -> None:
@@ -240,7 +242,7 @@ def test_a_host_with_other_files_is_refused_with_both_values_and_hosts():
         assert said[:2] == ["", ""]
         assert said[2].startswith("rollout 1 (host 2, ")
         assert "data.path=d is 6 bytes here, and 5 bytes on trainer 0 (host 0)" in said[2]
-        again = {"reward.model=r": "8 bytes"}  # rollout hosts compare the files that the leader does not have
+        again = {"reward.model=r": "8 bytes"}  # the leader lacks this file: rollout 1 is compared with rollout 0
         said = _checked(pods[2:], [lambda: alike.check_files(again, pods[2], PATIENCE_S)])
         assert "reward.model=r is 8 bytes here, and 7 bytes on rollout 0 (host 1)" in said[0]
 

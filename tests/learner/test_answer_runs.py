@@ -1,4 +1,4 @@
-"""Jobs that learn from judged answers: the update of a step, and runs that learn and are resumed."""
+"""KTO and the training of reward models: the update of a KTO step, and runs that learn and are resumed."""
 
 import json
 import shutil
@@ -40,7 +40,7 @@ ANSWERS, LENGTH, BETA = 4, 112, 0.2
 
 def test_a_step_of_kto_is_a_step_down_its_loss():
     """Moves the policy away from the reference and takes a step. The step's metrics and the fall of the loss must agree
-    with scores of whole answers."""
+    with the log-ratios of whole answers."""
     mesh = make_mesh("fsdp=1", jax.devices()[:1])
     rate = 1e-3
     training = RLTrainingConfig(max_steps=1, eval_every_n_steps=0, actor_optimizer=optax.sgd(rate), remat="none")
@@ -98,7 +98,7 @@ def configured(name, **changes):
 
 
 def run_and_resume(values, workdir):
-    """Runs a job, and resumes it from before its last step; returns the first run's records of steps."""
+    """Runs a job, then resumes it from the checkpoint before its last step; returns the first run's step records."""
     steps = []
     for again in (False, True):
         if again:

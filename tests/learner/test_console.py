@@ -37,7 +37,7 @@ def test_the_live_bar_shows_what_was_given(text):
 
 
 def test_every_console_is_made_without_markup():
-    """rich's own console, `print`, `track` or markup would interpret users' text."""
+    """A console that rich makes by default, its `print` and its markup would interpret users' text."""
     package = pathlib.Path(podrl.__file__).parent
     made = re.compile(r"\bConsole\(|from_markup|markup=True|rich\.print|from rich import print")
     found = [
@@ -59,7 +59,7 @@ def test_the_time_left_is_said_once_it_can_be_known(capsys):
 
 
 def test_steps_that_are_told_at_once_took_their_own_time():
-    """After a resume in a pod, the trainer learns of the first two steps at the same moment."""
+    """A host of a pod may learn of two steps at the same moment; the estimate must not take the second for instant."""
     left = TimeLeft(36)
     assert left.after(19, 40.0) is None
     assert left.after(20, 2.0) >= 2.0 * 16

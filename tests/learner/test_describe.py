@@ -35,13 +35,13 @@ TELLS = {
 
 
 def planned(name, critic=None, dry=False, pod=None, **changes):
-    """Plans the default configuration with another algorithm: (job, everything a run prints first)."""
+    """Plans grpo_gemma.py with algorithm `name` and changed settings; returns (job, text that a run prints first)."""
     values = load_config(find_config("grpo_gemma.py")).to_dict() | {"algorithm": name}
     values["rollout"] |= {"max_prompt_length": 64}
     values["model"] |= {"reference": "teacher" if name == "opd" else ""}
     for group, fields in changes.items():
         values[group] = values.get(group, {}) | fields
-    found = parse(ConfigDict(complete(values)).to_dict())  # as the launcher reads the configuration
+    found = parse(ConfigDict(complete(values)).to_dict())  # as the launcher parses it
     trainer, rollout = make_mesh("fsdp=4", jax.devices()[:4]), make_mesh("data=4", jax.devices()[4:8])
     console = describe_console()
     on = placement.Meshes(trainer, rollout, critic or trainer, rollout)
@@ -276,7 +276,8 @@ def test_a_dry_run_counts_records_and_names_the_fields_of_reward_functions(tmp_p
     assert "No accuracies: eval.problems=0." in planned("grpo", eval={"problems": 0})[1]
     assert "No accuracies" not in planned("grpo")[1]
     assert not found.has_accuracies  # no prompt asks for an answer between tags
-    assert planned("grpo", data={"path": str(own), "system_prompt": ""})[0].has_accuracies  # a reward reads this field
+    # The default reward functions read the field `answer`.
+    assert planned("grpo", data={"path": str(own), "system_prompt": ""})[0].has_accuracies
     own.write_text('{"question": "q", "label": 4}\n')
     text = planned("grpo", data={"path": str(own), "answer_field": "label", "system_prompt": ""})[1]
     assert "of the records: label, question.\npodrl adds: solution, answer. `answer` is a text" in text
@@ -351,7 +352,7 @@ def test_the_copies_of_the_weights_are_counted():
         planned("grpo", roles={"eval": {"hosts": "3"}}, eval={"problems": 0})
     _, text = planned("grpo", dry=True, pod=split, roles={"colocated": True})
     assert "roles.colocated=True has no effect: in a pod every host has one role" in text
-    # Under LoRA only adapters move, and the tensor from which many layers are read is not held twice.
+    # Under LoRA only adapters move. A model of 26 layers is scanned, so a rollout device holds its weights once.
     lora = {"path": "", "size": "gemma2-2b", "lora": {"rank": 4, "pattern": "q"}}
     large, _ = planned("grpo", model=lora, rollout={"data_type": "bfloat16"}, trainer={"max_steps": 1})
     held = copies(large, trainer, rollout)

@@ -55,7 +55,7 @@ def test_the_factor_of_a_sequence_turns_every_mode_into_a_mean_over_tokens(mode)
 
 
 def test_on_the_policys_own_tokens_the_gradient_is_that_of_the_reverse_kl():
-    """Sums the gradient over all tokens of a vocabulary, each weighted by the policy's probability of the token."""
+    """Sums the gradient over all tokens of a vocabulary, weighted by the policy's probability of each token."""
     logits_V, teacher_V = jnp.array([0.3, -1.0, 2.0, 0.1]), jax.nn.log_softmax(jnp.array([1.0, 0.5, -0.5, 2.0]))
     logprob_V = jax.nn.log_softmax(logits_V)
     ones_V = np.ones(4, np.float32)
@@ -73,7 +73,7 @@ def test_on_the_policys_own_tokens_the_gradient_is_that_of_the_reverse_kl():
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory):
-    """Writes a model of two narrow layers with the student's tokenizer."""
+    """Writes a teacher of two narrow layers with random weights and the policy's tokenizer."""
     folder = tmp_path_factory.mktemp("teacher")
     bench = Bench()
     size = ScratchModel(num_layers=2, model_dim=64, ffn_dim=96, num_heads=2, num_kv_heads=1)
@@ -170,7 +170,7 @@ def test_an_exact_divergence_draws_the_policy_to_the_teacher(quick_compilation, 
     scores = algorithm.score(0, bench.experience)
     batches = algorithm.pack(0, bench.experience, scores, np.zeros_like(rollouts.mask_BT))
     algorithm.update(0, batches[:1], weighed)
-    np.testing.assert_array_equal(weighed[0][0], 0.0)  # the trace has only the weights that come from rewards
+    np.testing.assert_array_equal(weighed[0][0], 0.0)  # `weighed` has only the weights that come from rewards, here 0
 
 
 def test_a_teacher_is_asked_for_and_is_no_reference_beside():

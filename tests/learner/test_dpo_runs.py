@@ -40,7 +40,8 @@ SETTINGS = {
 
 
 def trained(spec, devices, of=DPO, **packing):
-    """Trains two steps of plain gradient descent: (model, parameters before, after, metrics of both, both batches)."""
+    """Trains two steps of plain gradient descent: (model, parameters before, parameters after, metrics of each step,
+    batch of each step)."""
     mesh = make_mesh(spec, jax.devices()[:devices])
     training = RLTrainingConfig(
         max_steps=2, eval_every_n_steps=0, actor_optimizer=optax.sgd(0.1), remat="none", **packing
@@ -66,7 +67,7 @@ def once():
 
 
 def whole_answers(model, params, tokens_BT, mask_BT, length_B):
-    """Sums the log-probabilities of answers on padded rows, from all logits: (pairs, 2)."""
+    """Computes the log-probability of each answer from all logits of padded rows; returns shape (pairs, 2)."""
     place_BT = jnp.tile(jnp.arange(LENGTH), (2 * PAIRS, 1))
     segment_BT = (place_BT < length_B[:, None]).astype(jnp.int32)
     hidden_BTD = decoder.hidden(params, tokens_BT, segment_BT, place_BT, model)
@@ -76,8 +77,8 @@ def whole_answers(model, params, tokens_BT, mask_BT, length_B):
 
 
 def test_the_update_of_orpo_is_the_gradient_of_its_loss():
-    """The expected loss and gradient are eq. 6 on padded rows with all logits, differentiated by jax. The update itself
-    packs several answers into a row."""
+    """The expected loss is eq. 6 of the ORPO paper on padded rows with all logits; jax differentiates it. The update
+    itself packs several answers into a row."""
     model, before, after, metrics, batches = trained("fsdp=1", 1, of=ORPO, max_tokens_per_row=2 * LENGTH)
 
     def loss(params, tokens_BT, mask_BT, length_B):
@@ -97,8 +98,8 @@ def test_the_update_of_orpo_is_the_gradient_of_its_loss():
 
 
 def test_the_update_is_the_gradient_of_the_loss(once):
-    """The expected loss and gradient are eq. 7 on padded rows with all logits, differentiated by jax. Training starts
-    from the reference's weights."""
+    """The expected loss is eq. 7 of the DPO paper, with smoothed labels, on padded rows with all logits; jax
+    differentiates it. Training starts from the reference's weights."""
     model, before, after, metrics, batches = once
 
     def sums(params, *batch):
@@ -181,7 +182,8 @@ def test_a_short_run_learns_to_tell_the_answers_apart(rank, tmp_path):
     _, end = read_state(tmp_path / "run" / "checkpoints")
     names = {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(end["params"])}
     assert all(("lora" in name) == bool(rank) for name in names), names
-    # The run goes on as if killed after its second step. Its reference is the initial policy, not the resumed one.
+    # The job starts again as if it had been killed after its second step. Its reference must be the initial policy, not
+    # the resumed policy.
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "3")
     assert job.run(values, str(tmp_path / "run"), command="again") == EXIT_DONE
     again = [r for r in read_metrics(tmp_path / "run") if "time/step" in r]

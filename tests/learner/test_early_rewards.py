@@ -1,4 +1,4 @@
-"""Rewards are computed while the batch is still sampled, and equal those of a batch scored as a whole."""
+"""Rewards are computed while the batch is still being sampled, and equal the rewards of a batch scored as a whole."""
 
 import dataclasses
 import re
@@ -52,7 +52,7 @@ def fails(prompts, completions, **fields):
 
 
 class Engine:
-    """An engine that ends samples in a given order; it calls `wait(b)` before each end."""
+    """An engine that ends its samples in the order `order`; it calls `wait(b)` before it ends sample b."""
 
     reward_model = env_client = None
     config = types.SimpleNamespace(rollout=lambda: RolloutConfig(max_tokens_to_generate=2), rollout_engine=object)
@@ -119,12 +119,14 @@ def test_what_is_given_at_once_changes_no_reward(order, tmp_path):
     for other in found[1:]:
         np.testing.assert_array_equal(other.reward_FB, found[0].reward_FB)
         np.testing.assert_array_equal(other.reward_B, found[0].reward_B)
-    np.testing.assert_allclose(found[0].reward_FB[1, :2], [-1.5, -1.5])  # a Python function scores all samples at once
+    # `here` is a function object, not a name, so it scores the 5 samples that did not fail in one call.
+    np.testing.assert_allclose(found[0].reward_FB[1, :2], [-1.5, -1.5])
 
 
 @pytest.mark.parametrize(("calls", "whole"), [("sample", 1), ("group", G), ("batch", B)])
 def test_what_belongs_together_is_in_one_call(calls, whole, tmp_path):
-    """Sample 2 failed: its group is scored without it. The reward of a sample is the number of samples in its call."""
+    """Sample 2 failed, so its group is scored without it. `size` gives a sample the number of samples in its call,
+    `lowest` the lowest index among them."""
     reward_FB = made(tmp_path, Engine([5, 2, 0, 3, 1, 4], failed=[2]), "size", "lowest", calls=calls).reward_FB
     size_B, lowest_B = reward_FB
     for b in set(range(B)) - {2}:
@@ -133,7 +135,7 @@ def test_what_belongs_together_is_in_one_call(calls, whole, tmp_path):
 
 
 def test_calls_that_are_dear_are_few_and_said_while_they_are_waited_for(tmp_path):
-    """All other samples end while the first call runs, so one further call scores them all."""
+    """All other samples end while the first call runs, so one or two further calls score them all."""
     said: list[Any] = []
 
     def wait(b):

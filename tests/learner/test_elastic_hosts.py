@@ -1,4 +1,4 @@
-"""Rollout hosts come and go: every prompt is trained on once, sampled by the same versions as without changes."""
+"""Rollout hosts join and leave: each prompt is trained on once, sampled by the same versions as with constant hosts."""
 
 import contextlib
 import functools
@@ -60,7 +60,7 @@ def fields_of(first: int) -> dict[str, list[Any]]:
 
 
 class Stream:
-    """Numbered prompts, P at a time."""
+    """A data stream that yields P numbered prompts at a time."""
 
     prompts_per_step = P
 
@@ -77,7 +77,7 @@ class Stream:
 
 
 class Chosen(Stream):
-    """Numbered prompts that a curriculum chooses."""
+    """A data stream of numbered prompts, of which a curriculum chooses P at a time."""
 
     def __init__(self, staleness: int):
         config = CurriculumConfig(retire_after=1, postpone_after=1, postpone_steps=3, hard_share=0.25)
@@ -101,7 +101,8 @@ def stream_of(staleness: int, chosen: bool) -> tuple[Stream, dict]:
 
 
 class Weights:
-    """Stands in for models: the trainer holds as many versions as in a job, and older versions are gone."""
+    """Stands in for a cluster's weights: the trainer holds the newest 2 + staleness versions, as in a job; older
+    versions are gone."""
 
     tokenizer = types.SimpleNamespace(pad_id=0)
 
@@ -132,7 +133,7 @@ def length(step: int, prompt: int, sample: int) -> int:
 
 
 class Sampler:
-    """A sampler whose tokens are the versions of the weights; it samples whole batches or windows."""
+    """Stands in for Generator: each token is 2 plus the version that drew it; samples whole batches or windows."""
 
     def __call__(self, prompts: Prompts, policy: Policy, step: int) -> Experience:
         making = self.begin(prompts, step)
@@ -163,7 +164,7 @@ class Sampler:
 
 
 def experience_of(prompts, tokens_BT, version_BT, reward_B, seconds=0.0) -> Experience:
-    """Makes a batch without log-probabilities; these versions drew all tokens of each sample but the first."""
+    """Makes a batch without log-probabilities; version_BT is the version that drew each token, -1 on other tokens."""
     B, zeros_BT = len(version_BT), np.zeros(version_BT.shape, np.float32)
     rollouts = Rollouts(
         prompts=prompts,
@@ -197,7 +198,7 @@ def run() -> types.SimpleNamespace:
 
 
 class Member:
-    """A rollout host on threads of this process; the threads end when its network does."""
+    """A rollout host on threads of this process; the threads end when the host's channel is closed."""
 
     def __init__(self, pod: Pod, weights: Weights, schedule: Schedule, chosen: bool):
         self.pod, self._weights, self._schedule, self._chosen = pod, weights, schedule, chosen
@@ -223,7 +224,7 @@ class Member:
 
 
 class Pods:
-    """A job whose hosts are replaced, lost and added by number.
+    """The rollout hosts of a job; tests add, pause and kill them, and a host that is told to end is replaced.
 
     Attributes:
       told: number, exit code and reason of each host that was told to end and was replaced.
@@ -240,14 +241,15 @@ class Pods:
         self.there = [Member(pod, weights, schedule, chosen) for pod in pods[1:]]
 
     def _start_again(self, pod: Pod) -> None:
-        """Starts a host again, as a launcher does after exit code 42."""
+        """Arranges that the host is started again when it is told to end, as a launcher does after exit code 42."""
 
         def ended(code: int, text: str, **_: object) -> None:
             if pod._ended.is_set():
                 return
             pod._ended.set()
             self.told.append((pod.seat.process, code, text))
-            threading.Thread(target=replace, daemon=True).start()  # this runs on the channel's thread
+            # `ended` runs on the channel's thread and must not wait.
+            threading.Thread(target=replace, daemon=True).start()
 
         def replace() -> None:
             _leave(pod)
@@ -309,7 +311,7 @@ class Pods:
             self._pause = None
         try:
             pod.join(PATIENCE_S, lambda reached, waited_s: "")
-        except ChannelError as error:  # it exits with 42
+        except ChannelError as error:  # the process of a real host would exit with code 42
             if self._over or pod._ended.is_set():  # another host was started in its place, if one is needed
                 return _leave(pod)
             assert "the connection broke" in str(error)
@@ -321,7 +323,7 @@ class Pods:
         self.there.append(Member(pod, self._weights, self._schedule, self._chosen))
 
     def end(self) -> None:
-        """Ends all hosts, joining ones too, because their threads would wait for the leader after the test."""
+        """Ends all hosts, also hosts that are still joining: their threads would wait for the leader after the test."""
         self._over = True
         for member in self.there:
             member.die()
@@ -353,7 +355,8 @@ def train_through(
     roles: Hosts = HOSTS,
     began: Callable[[Pods], None] = lambda hosts: None,
 ) -> tuple[list[Experience], LeaseServer, dict[str, int]]:
-    """Trains some steps; kills hosts after random steps, and adds as many hosts, some under a lost number."""
+    """Trains `steps` steps; after `kills` random steps it kills a host and adds one, under the lost number or a new
+    one. Returns (batch of each step, lease server, sizes of the curriculum's pools)."""
     rng, seen = random.Random(seed), []
     deaths = {1, *rng.sample(range(2, steps - 2), kills - 1)} if kills else set()
     schedule, weights = Schedule(steps, staleness), Weights(staleness)
@@ -431,10 +434,12 @@ def _leader_pauses(pods: Pods, message: int) -> threading.Event:
 @pytest.mark.parametrize("staleness", [0, 2])
 @pytest.mark.parametrize("pause", [_host_pauses, _next_host_pauses, _leader_pauses])
 def test_a_process_that_pauses_at_any_message_until_it_is_given_up_stops_nobody(pause, staleness, hosts):
-    """A host that the leader has given up must learn this at its next message, from its first message to its last step;
-    otherwise the host would wait for ever. Hosts that give the leader up are replaced."""
+    """The process pauses at its first message, in the next job at its second, and so on. A host that the leader has
+    given up must learn this at its next message, or it would wait for ever. Hosts that have given the leader up are
+    replaced."""
     roles, told = Hosts((0,), tuple(range(1, 1 + hosts))), []
-    for message in itertools.count(1, 4 if pause is _leader_pauses else 1):  # the leader gets more messages
+    # The leader gets more messages than a host does, so the test pauses it only at every fourth message.
+    for message in itertools.count(1, 4 if pause is _leader_pauses else 1):
         began: list[tuple[Pods, threading.Event]] = []
         begin = lambda pods, at=message, to=began: to.append((pods, pause(pods, at)))  # noqa: E731
         seen, _, _ = train_through(staleness, seed=0, kills=0, steps=4, roles=roles, began=begin)
@@ -494,8 +499,8 @@ def test_a_job_below_one_host_waits_with_its_name_until_one_comes():
 
 
 def test_a_share_of_an_evaluation_goes_to_a_host_that_was_there_when_it_began():
-    """A host that joins later has no copy of the weights, and the trainers have dropped the weights. Such a host gets a
-    share only if no other host is left."""
+    """A host that joins later has no copy of the evaluated weights, and the trainers have dropped them. It gets a share
+    only if no other host is left."""
     with joined(HOSTS, disposable=True) as pods:
         leader = LeaseServer(pods[0], DEADLINE_S)
         leader.serve(3, lambda: {"step": 3})
@@ -571,7 +576,7 @@ def test_a_host_that_is_asked_to_stop_leaves_unless_it_is_the_last_or_the_job_st
         asked.append(True)
         assert not first.leave() and leader.hosts == 2
         asked.clear()
-        assert first.leave() and first.leave()  # requested twice
+        assert first.leave() and first.leave()  # the repeated request gets the same answer
         assert leader.await_leases(name) == [Lease(name, 0, 1, 2), Lease(name, 1, 2, 2)]
         assert not second.leave() and leader.hosts == 1
         pods[0].on_lost(2)

@@ -1,4 +1,4 @@
-"""Evaluation hosts: after a loss the remaining hosts make every share, or the job ends with an error."""
+"""Evaluation hosts: if one is lost, the others make all shares of the evaluation, or the job ends with an error."""
 
 import contextlib
 import threading
@@ -37,12 +37,12 @@ class GoneError(Exception):
 
 
 class Member:
-    """An evaluation host on a thread of this process; it pauses within its shares while `held` is clear."""
+    """An evaluation host on a thread of this process; it pauses within a share until the event `held` is set."""
 
     def __init__(self, pod, *, fails: str = "", stops: bool = False):
         self.pod, self._fails, self.held, self.begun = pod, fails, threading.Event(), threading.Event()
         self.held.set()
-        self.made: list[tuple[int, int]] = []  # versions and shares
+        self.made: list[tuple[int, int]] = []  # (step, number of the share) of each share that was made
         self.ended: list[int] = []
         here: Any = run()
         here.stopping = lambda: stops
@@ -72,7 +72,7 @@ class Member:
 
 
 def leader_of(pods, deadline_s: float = DEADLINE_S):
-    """Makes a trainer that has begun the job: (its rollouts, the versions that it must hold)."""
+    """Makes the leader's rollouts, and a list of the versions that they tell the trainers' weights to hold."""
     held: list[int] = []
     cluster: Any = types.SimpleNamespace(weights=types.SimpleNamespace(hold=held.append))
     made: Any = {"needed": None, "deadline_s": deadline_s, "prompts": 6}

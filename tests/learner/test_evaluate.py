@@ -1,4 +1,4 @@
-"""Evaluations: the run's rewards beside the accuracies, the error of every mean, and the shares of a pod."""
+"""Evaluations: rewards beside accuracies, the standard error of every mean, and the shares of a pod's hosts."""
 
 import dataclasses
 import math
@@ -46,7 +46,8 @@ def samples_of(prompts: Prompts, completions: list[str]) -> Rollouts:
 
 
 class Cluster:
-    """An engine of another system: it returns prepared texts, first the greedy and then the sampled texts."""
+    """A cluster with a foreign engine: `generate` returns the prepared greedy texts for group_size 1, the sampled texts
+    for group_size 2."""
 
     env_client = reward_model = None
     config = types.SimpleNamespace(rollout=lambda: RolloutConfig(max_tokens_to_generate=LIMIT), rollout_engine=object)
@@ -79,14 +80,14 @@ def test_a_policy_is_scored_greedily_and_sampled_by_the_rewards_of_the_run():
     BATCHES.clear()
     cluster = Cluster(["1", "22", "x"], ["1", "1", "4444", "22", "xxx", "1"])
     right = lambda completion, answer: {"answer": float(completion == answer)}  # noqa: E731
-    # `eval` makes a function that a worker cannot import, so the function runs in this process.
+    # A worker process cannot import a lambda, so the reward function runs in this process, where it appends to BATCHES.
     with Rewards(RewardConfig(fns=(lambda *a, **k: length(*a, **k),), weights=(0.5,))) as rewards:
         generator = Generator(cluster, rewards, GRPOConfig(num_generations=2))  # pyright: ignore[reportArgumentType]
         evaluate = Evaluator(cluster, [prompts_with("12x")], EvalConfig(samples=2, show=1), scorer=right)  # pyright: ignore[reportArgumentType]
         evaluate.rewards = lambda rollouts: generator.judged(rollouts, at_once=2)
         metrics, shown = evaluate("policy", 7)  # pyright: ignore[reportArgumentType]
     assert cluster.asked == [("policy", 1, 0.0, LIMIT), ("policy", 2, 1.0, LIMIT)]
-    assert BATCHES == [2, 1, 4, 2]  # no more prompts at once than in a training step
+    assert BATCHES == [2, 1, 4, 2]  # at most 2 prompts a call: 2 and 1 greedy completions, 4 and 2 sampled ones
     name = rewards.names[0]
     assert metrics["eval/greedy_answer"] == pytest.approx(2 / 3) and metrics["eval/sampled_answer"] == pytest.approx(
         1 / 3
@@ -95,7 +96,7 @@ def test_a_policy_is_scored_greedily_and_sampled_by_the_rewards_of_the_run():
     assert metrics[f"eval/greedy_reward/{name}"] == pytest.approx(4 / 3)
     assert metrics["eval/greedy_reward"] == pytest.approx(2 / 3)
     assert metrics[f"eval/sampled_reward/{name}"] == pytest.approx(12 / 6)
-    # The mean lengths of the records' two samples are 1, 3 and 2: their deviation 1 is divided by sqrt(3).
+    # The mean lengths of the records' two samples are 1, 3 and 2: their standard deviation 1 is divided by sqrt(3).
     assert metrics[f"eval/error/sampled_reward/{name}"] == pytest.approx(1 / math.sqrt(3))
     record = {"evaluation": "greedy", "prompt": "p", "completion": "1", "truth": "1", "answer": 1.0}
     assert shown == [record | {"rewards": {"reward": 0.5, f"reward/{name}": 1.0}}]
@@ -114,7 +115,7 @@ def test_a_task_without_answers_has_rewards_and_no_accuracies():
         "eval/sampled_reward",
         "eval/records",
     }
-    assert metrics["eval/sampled_reward"] == pytest.approx(5 / 3)  # the lost sample counts nowhere
+    assert metrics["eval/sampled_reward"] == pytest.approx(5 / 3)  # the sample "lost" failed, so no mean counts it
     assert metrics["eval/error/sampled_reward"] == pytest.approx(0.5)
     assert "truth" not in shown[0]
 
@@ -128,7 +129,7 @@ def test_shares_of_a_pod_joined_are_the_whole():
     cut = [{name: score[rows] for name, score in scores.items()} for rows in (slice(0, 1), slice(1, 7))]
     joined = {name: np.concatenate([part[name] for part in cut]) for name in scores}
     assert summarised(joined) == summarised(scores)
-    assert "eval/error/sampled_reward" not in summarised(cut[0])  # one record has no deviation
+    assert "eval/error/sampled_reward" not in summarised(cut[0])  # a single record has no standard deviation
 
 
 def test_the_table_shows_intervals(capsys):
@@ -148,7 +149,7 @@ def test_the_table_shows_intervals(capsys):
 
 
 class Echo(Cluster):
-    """Answers every prompt with its index in the data."""
+    """A cluster that answers every prompt with the prompt's index in the data."""
 
     config = types.SimpleNamespace(
         rollout=lambda: RolloutConfig(max_tokens_to_generate=LIMIT, lanes=4), rollout_engine=object
@@ -189,7 +190,8 @@ def test_an_evaluation_in_pieces_of_as_many_samples_as_lanes_is_the_whole_one():
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 20])
 def test_shares_have_the_order_of_the_records_however_many_they_are(count):
-    """Two evaluations are compared record by record, and hosts may have left between the two evaluations."""
+    """Two evaluations are compared record by record. Hosts may have left between them, so the order of the records must
+    not depend on the number of shares."""
     batches = [prompts_with("0129"), prompts_with("456"), prompts_with("7")]
     shares = [share_of(batches, index, count) for index in range(count)]
     assert "".join(text for share in shares for prompts in share for text in prompts.fields["answer"]) == "01294567"
@@ -211,7 +213,8 @@ def test_the_leader_keeps_every_records_mean_of_the_hosts_scores():
 
 
 def test_an_evaluation_that_failed_forbids_a_checkpoint_on_all_trainer_hosts():
-    """Trainer hosts save together or not at all: a run resumed from before the evaluation repeats the evaluation."""
+    """After a failed evaluation no trainer host saves a checkpoint, so a resumed run starts before the evaluation and
+    repeats it."""
     with joined(Hosts((0, 1), (2,), eval=(3,))) as pods:
         given: Any = types.SimpleNamespace(open_shares=lambda *_: None, forget=lambda _: None)
         made = Future[list[Message]]()

@@ -22,7 +22,7 @@ from podrl.types import Experience, LeftOut
 
 
 class Drawing(Cluster):
-    """Completes every prompt with the next of some texts, and records the requests."""
+    """A cluster that completes every prompt with the next text of `texts`, and records the requests."""
 
     def __init__(self, texts, tokenizer=None):
         super().__init__([], [])
@@ -42,7 +42,7 @@ def test_held_out_prompts_are_sampled_by_settings_of_their_own():
         own = Sampling(temperature=temperature, max_new=5)
         Evaluator(cluster, [prompts_with("1")], EvalConfig(samples=3), scorer=right, sampled=own)("policy", 0)  # pyright: ignore[reportArgumentType]
     assert of[0.5].asked == [(1, 1, 0.0, 5), (1, 3, 0.5, 5)]
-    assert of[0.0].asked == [(1, 1, 0.0, 5)]  # further samples would be equal
+    assert of[0.0].asked == [(1, 1, 0.0, 5)]  # at temperature 0 further samples would equal the first
 
 
 def test_evaluations_stop_where_training_does():
@@ -119,7 +119,7 @@ def test_groups_of_the_held_out_records_have_metrics_of_their_own():
     }
     assert metrics["eval/records"] == 3.0 and metrics["eval/greedy_answer"] == pytest.approx(2 / 3)
     cluster.texts = [*"4", *"4x", *"1x3", *"112xx3"]
-    batches = [prompts_with("4"), batch]  # no record of the first set is in a group
+    batches = [prompts_with("4"), batch]  # the record of the first batch is in no group
     evaluate = Evaluator(cluster, batches, config, scorer=right, groups=("easy", "hard", "none"))  # pyright: ignore[reportArgumentType]
     metrics, _ = evaluate("policy", 0)  # pyright: ignore[reportArgumentType]
     assert {name: value for name, value in metrics.items() if "/group_" in name} == told

@@ -113,7 +113,8 @@ def test_the_shares_of_two_hosts_make_one_batch():
 
 
 def test_prompts_of_two_hosts_may_have_other_fields():
-    """The wall clock joins prompts that were read in several batches, perhaps from several tasks of a mixture."""
+    """With `rollout.clock='wall'` a batch may join prompts that were read in different batches, perhaps from different
+    sources of a mixture."""
     shares = [_experience(0), _experience(1)]
     names = [{"tests": ["1", "2"]}, {"hint": ["h", "i"]}]
     messages = [codec.whole(share) for share in shares]

@@ -1,4 +1,4 @@
-"""Runs of a model with experts, made as the launcher makes them: all parameters, and adapters."""
+"""Runs of a model with experts, started as the launcher starts them; they train all parameters, or adapters."""
 
 import json
 import re
@@ -22,7 +22,7 @@ from podrl.storage.checkpoint import read_state
 from podrl.storage.hub import EMBEDDED
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
-# Each run compiles for half a minute. On every change only one run is made, by supervised training.
+# Each run compiles for half a minute, so only the run of supervised training is made on every change.
 FAMILIES = pytest.mark.nightly("podrl/models", "podrl/engine", "podrl/trainer", "podrl/cluster", "podrl/export.py")
 
 RAW = {
@@ -100,7 +100,7 @@ def test_grpo_learns_on_the_probabilities_of_the_sampler(lora, directory, tmp_pa
     records = run(directory, tmp_path / "run", "grpo_gemma.py", **fields)
     assert len(records) == 2
     assert all(np.isfinite(r["actor/grad_norm"]) and r["sampler/abs_diff"] < 1e-4 for r in records)
-    # Routes exist for all tokens but the last of each sample; in float32 the trainer would choose the same experts.
+    # Routes are recorded for all tokens but each sample's last. In float32 the trainer would choose the same experts.
     assert all(0.7 < r["moe/replayed"] < 1 and r["moe/route_differs"] < 0.01 for r in records)
     # Two of the four experts compute each token.
     assert all(0.5 <= r["moe/load_max"] <= 1 and 0.2 < r["moe/evenness"] < 1 for r in records)
@@ -120,7 +120,8 @@ def test_grpo_learns_on_the_probabilities_of_the_sampler(lora, directory, tmp_pa
 @FAMILIES
 @pytest.mark.slow
 def test_experts_on_several_devices_train_and_resume(directory, tmp_path):
-    """Trainer and rollout cut the experts differently; a run that stops after a step goes on with the same bits."""
+    """Trainer and rollout shard the experts differently; a run that stops after one step and is resumed ends with the
+    same bits."""
     rewards = tmp_path / "mine.py"
     rewards.write_text("def varied(completions, **_):\n    return [float(i) for i in range(len(completions))]\n")
     fields = {
@@ -228,7 +229,8 @@ def test_a_balance_loss_without_experts_is_refused_before_the_models_load(tmp_pa
 @FAMILIES
 @pytest.mark.slow
 def test_replayed_routes_leave_the_mismatch_of_a_model_that_chooses_all_experts(directory, tmp_path):
-    """A sampler in bfloat16 and the trainer choose different experts, unless the routes are replayed."""
+    """A sampler in bfloat16 and a trainer in float32 choose different experts for some tokens, unless the trainer
+    replays the sampler's routes."""
     fields = {
         "trainer": {"max_steps": 2, "schedule": "constant", "learning_rate": 0.0, "eval_every_n_steps": 0},
         "grpo": {"num_generations": 8},
@@ -241,7 +243,7 @@ def test_replayed_routes_leave_the_mismatch_of_a_model_that_chooses_all_experts(
         return [np.mean([r[f"sampler/{kind}"] for r in records]) for kind in ("abs_diff", "kl")], records
 
     (replayed, kl), records = differences(directory, "replayed")
-    assert all(r["moe/route_differs"] > 0 for r in records)  # the trainer would have chosen other experts
+    assert all(r["moe/route_differs"] > 0 for r in records)  # the trainer would choose other experts for some tokens
     (everything, _), _ = differences(write_model(tmp_path / "all", chosen=4), "all experts")
     (alone, own_kl), _ = differences(directory, "not replayed", router_replay=False)
     assert 0 < replayed < 1.3 * everything

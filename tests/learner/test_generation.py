@@ -30,7 +30,8 @@ def prompts(count):
 
 
 class Engine:
-    """An engine whose samples are three tokens: prompt, member and temperature; it records its requests."""
+    """An engine whose samples have three tokens and the text 'PROMPT MEMBER sampled' or 'PROMPT MEMBER greedy'; it
+    records its requests."""
 
     reward_model = env_client = None
 
@@ -88,7 +89,7 @@ class Telling(Engine):
 
 
 class Grader:
-    """A reward: 1 for member 1 of a prompt in `differ`, 0 for others, the prompt's number for greedy completions."""
+    """Rewards member 1 of a prompt in `differ` with 1, other samples with 0, greedy ones with the prompt's number."""
 
     def __init__(self, differ):
         self._differ = differ
@@ -129,7 +130,7 @@ def test_groups_without_signal_are_replaced_in_the_order_of_the_data():
     config = GRPOConfig(num_generations=G, dynamic_sampling=True)
     experience, engine = generated(config, {1, 2, 4, 6, 8, 11}, 12)
     assert kept(experience) == [1, 2, 4, 6]
-    # Half of the first four groups had a signal, so four more were requested for the two places.
+    # Half of the first four groups had a signal, so four more were requested for the two open places of the batch.
     assert [[p - 100 for p in asked] for asked, _ in engine.asked] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert experience.counts == {
         "dynamic_sampling/groups_drawn": 7.0,
@@ -149,7 +150,8 @@ def test_groups_without_signal_are_replaced_in_the_order_of_the_data():
 
 @pytest.mark.parametrize("differ", [{1, 2, 4, 6, 8, 11}, {5}, set(range(12)), {8, 9, 10, 11}])
 def test_the_groups_kept_do_not_depend_on_when_others_are_found_without_signal(differ):
-    """Places are filled while other groups are sampled; groups and counts must equal the result of whole batches."""
+    """Open places of the batch are filled while other groups are still sampled. Groups and counts must equal those of
+    an engine that samples whole batches."""
     config = GRPOConfig(num_generations=G, dynamic_sampling=True)
     expected, _ = generated(config, differ, 12)
     early = 0
@@ -182,7 +184,7 @@ class Windowed(Telling):
 
 
 class Late(Grader):
-    """Rewards that are known after `release`, or fail."""
+    """A grader whose rewards become known, or fail, only when `release` is called."""
 
     def __init__(self, differ):
         super().__init__(differ)
@@ -297,7 +299,8 @@ def test_a_failed_greedy_sample_takes_its_group_along_where_it_is_drawn_with_it(
 def test_shaping_comes_after_the_weighted_sum_and_before_the_advantage():
     config = GRPOConfig(num_generations=G, overlong_shaping=True, overlong_buffer=4, no_stop_reward=-5.0)
     experience, _ = generated(config, {0}, 1)
-    # A sample has 3 of at most 6 tokens, and the buffer is 4: it gets a quarter of the penalty. Member 1 was cut off.
+    # A sample has 3 of at most 6 tokens, and the buffer is 4: it gets a quarter of the penalty. Member 1 was cut off,
+    # so it also gets `no_stop_reward`.
     np.testing.assert_allclose(experience.reward_B, [-0.25, -5.25])
     assert experience.counts == {"rollout/kept_tokens": 0.5 * 3 * 2}
     with pytest.raises(ValueError, match="overlong_buffer=9"):

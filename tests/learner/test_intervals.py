@@ -1,4 +1,4 @@
-"""95 % intervals agree with Wilson's worked by hand, cover the truth in simulations, and are the same on the page."""
+"""95 % intervals equal Wilson's by hand, cover the truth in simulations, and are the same on the page of podrl.view."""
 
 import json
 import math
@@ -52,7 +52,7 @@ def test_nineteen_in_twenty_paired_intervals_hold_the_change():
 
 @pytest.mark.parametrize(("value", "records"), [(2 / 3, 10), (0.1, 6), (0.7, 12)])
 def test_equal_values_are_as_uncertain_as_their_number_says(value, records):
-    """The computed standard error of equal values is a rounding error, not 0."""
+    """The computed standard error of equal values may be a rounding error instead of 0, and must count as 0."""
     error = float(np.std([value] * records, ddof=1) / math.sqrt(records))
     assert intervals.share(value, error, records) == pytest.approx(intervals.share(value, 0.0, records))
     assert intervals.mean(value, error) is None is intervals.mean(0.0, 0.0)
@@ -83,7 +83,8 @@ def test_a_mean_that_the_first_evaluation_had_not_is_in_the_table(capsys):
 
 
 def test_the_change_of_a_run_is_paired_by_record(tmp_path, capsys):
-    """Of ten records, five became right and none became wrong. The evaluation between first and last is not kept."""
+    """Of ten records, five became right and none became wrong. The evaluation between the first and the last is not
+    kept."""
     texts = {0: "0000000111", 4: "1000000111", 8: "1111100111"}
     for step, text in texts.items():
         answers = [float(one) for one in text]

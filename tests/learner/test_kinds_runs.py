@@ -1,4 +1,4 @@
-"""Models whose layers are of two kinds, trained by every method: reference, samples, and export."""
+"""Models with two kinds of attention layers are trained by every method, and exported."""
 
 import dataclasses
 import json
@@ -187,7 +187,8 @@ def test_preferences_train_against_the_model_as_it_was_and_its_checkpoint_is_exp
     ids=["full", "merged", "linear"],
 )
 def test_grpo_trains_on_its_samples(tmp_path, lora, raw):
-    """Sampler and trainer agree on probabilities before and after an update: every leaf has reached the engine."""
+    """Sampler and trainer agree on probabilities before and after an update, so every leaf of the weights has reached
+    the engine."""
     saved(tmp_path, make_mesh("fsdp=1", jax.devices()[:1]), raw)
     rewards = tmp_path / "mine.py"
     rewards.write_text("def varied(completions, **_):\n    return [float(i) for i in range(len(completions))]\n")

@@ -47,7 +47,7 @@ class Engine:
         rng, B, T = self._rng, len(batch.length_P) * group_size, PROMPT + LIMIT
         length_B = rng.integers(0, LIMIT + 1, B) * (rng.uniform(size=B) < 0.8)
         place_BT = np.tile(np.arange(T), (B, 1))
-        given_BT = rng.uniform(size=(B, T)) < 0.2  # given by a tool
+        given_BT = rng.uniform(size=(B, T)) < 0.2  # tokens that a tool appended
         mask_BT = ((place_BT >= PROMPT) & (place_BT < PROMPT + length_B[:, None]) & ~given_BT).astype(np.float32)
         stops = [STOP_EOS, STOP_LENGTH, STOP_ENV, STOP_DEADLINE, STOP_FAILED]
         return Rollouts(
@@ -70,7 +70,7 @@ class Engine:
 
 
 class Grader:
-    """Draws rewards from few values, so that some groups are equal; one reward in fifty is missing."""
+    """Draws rewards from two values, so that some groups have equal rewards; one reward in fifty is missing."""
 
     names = ("fn",)
 
@@ -172,7 +172,7 @@ def test_every_reason_is_met():
 
 @pytest.mark.parametrize("estimator", ["grpo", "rloo", "opo", "gpg", "remax"])
 def test_a_silent_sample_counts_in_its_group_and_takes_nobody_out(estimator):
-    """Sample 1 is empty and has the reward 3: the other samples are compared with this reward."""
+    """Sample 1 is empty and has the reward 3, which counts in the baselines that are plain means over the group."""
     config: Any = GRPOConfig(num_generations=4, beta=0.0, advantage_estimator=estimator, advantage_scale="none")
     mask_BT = np.array([[0, 0, 1, 1], [0, 0, 0, 0], [0, 0, 1, 0], [0, 0, 1, 0]], np.float32)
     asked = Prompts(np.ones((1, PROMPT), np.int32), np.full(1, PROMPT), np.arange(1), ["p"], {}, b"{}")
@@ -186,7 +186,7 @@ def test_a_silent_sample_counts_in_its_group_and_takes_nobody_out(estimator):
     )
     more: Any = (np.ones((4, 4)), -mask_BT, np.zeros((4, 4), np.int32))
     turn_reward_BT = np.zeros((4, 4), np.float32)
-    turn_reward_BT[1, PROMPT - 1] = 2.0  # the environment's reward; 1 came from a reward function
+    turn_reward_BT[1, PROMPT - 1] = 2.0  # from the environment; the other 1 is from a reward function
     build: Any = Rollouts
     rollouts = build(asked, *arrays, *more, turn_reward_BT, np.zeros(4, int), ["c"] * 4, [NO_EPISODE] * 4, 1.0)
     reward_B = np.array([1.0, 3.0, 0.0, 0.0])

@@ -25,7 +25,7 @@ class Chip:
 
 
 def pod(monkeypatch, hosts, per_host, here=0):
-    """Makes the devices of one cluster of `hosts` hosts; this process is host `here`."""
+    """Fakes jax's devices of `hosts` hosts and makes this process host `here`; the first half are trainer hosts."""
     chips = [Chip(host, host * 2048 + i) for host in range(hosts) for i in range(per_host)]
     monkeypatch.setattr(jax, "devices", lambda: chips)
     monkeypatch.setattr(jax, "local_devices", lambda: [c for c in chips if c.process_index == here])

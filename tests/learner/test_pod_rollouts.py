@@ -1,4 +1,4 @@
-"""Batches between the hosts of a pod whose trainers are at different steps."""
+"""Trainer hosts of a pod that are at different steps get the same batches."""
 
 import dataclasses
 import threading
@@ -42,8 +42,8 @@ def _trainer(pod, needed=_everything):
 def test_a_trainer_host_that_is_behind_still_gets_its_rows(pods):
     """The leader finishes all steps before the other trainer begins, because it waits for no other host between steps.
 
-    The samples have pieces, so the other trainer gets the tokens of all samples; it gets everything else of one sample
-    only.
+    The samples have two pieces each, so the other trainer gets the tokens of all samples; it gets the other columns of
+    one sample only.
     """
     leader, slow, host = pods
     made = bench.experience(ARGS, 0)

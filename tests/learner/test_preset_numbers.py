@@ -1,4 +1,4 @@
-"""Every number of every preset, written out: the settings of a run that sets nothing else."""
+"""Every number of every preset, written out: the settings of a run that sets only the algorithm."""
 
 import dataclasses
 import json
@@ -19,7 +19,7 @@ NO_KL, K1 = (0.0, "", None), (0.04, "k1", None)
 DAPO = {"dynamic_sampling": True, "overlong_shaping": True}
 
 # preset: (loss, low, high, dual clip), aggregation, KL in the loss (beta, form, clamp),
-#   (estimator, scale, eps, lone samples), KL in the reward (coefficient, form), further settings.
+#   (estimator, scale, eps, advantage in a group of one), KL in the reward (coefficient, form), further settings.
 GRPO, PLAIN = ("grpo", "std", 1e-6, "zero"), ("grpo", "none", 1e-6, "zero")
 CLIP, REINFORCE = ("clip", 0.2, 0.2, None), ("reinforce", 0.2, 0.2, None)
 NUMBERS = {
@@ -58,7 +58,7 @@ NUMBERS = {
     "tinker_ppo": (CLIP, "token-sum-scale", NO_KL, PLAIN, None, {}),
     "tunix_grpo": (CLIP, SEQUENCES, K1, GRPO, None, {}),
 }
-# Settings of all other presets: no correction of fresh samples, and the old log-probabilities that cost least.
+# CORRECTED: presets with a sampler correction. RATIO_FROM: presets whose `old_logprob` is not 'auto'.
 CORRECTED = {
     "trl_grpo": ("sequence_mask", (0.0, 3.0)),
     "open_instruct_grpo": ("tis", (0.0, 2.0)),
@@ -72,7 +72,7 @@ BESIDE = (
 
 
 def told(loss, estimator):
-    """Reads a loss's and an advantage's settings in the order of the first four columns."""
+    """Reads the settings of a loss and of an advantage in the order of the first four columns of NUMBERS."""
     settings, (beta, mode, clamp) = loss.settings, loss.settings.loss_kl
     kl = (beta, canonical_mode(mode), clamp) if beta else NO_KL
     shape = (settings.kind, settings.low, settings.high, settings.epsilon_c)
@@ -120,7 +120,7 @@ def test_an_algorithm_has_the_same_defaults_in_python_and_on_the_command_line(na
     told, mine = parse(ConfigDict(complete(values)).to_dict()).algo, cls()
     kl_mode = {"grpo": "kl_reward_mode", "ppo": "kl_method"}[name]
     assert mine.kind == told.kind and canonical_mode(getattr(mine, kl_mode)) == canonical_mode(getattr(told, kl_mode))
-    # These two settings have several names with the same meaning.
+    # The values of these two settings have several names with the same meaning.
     same = {"policy_loss_fn": mine.policy_loss_fn, kl_mode: getattr(mine, kl_mode)}
     assert dataclasses.replace(told, **same) == mine
     assert mine.policy_loss(40).formula() == told.policy_loss(40).formula()
@@ -145,7 +145,7 @@ ADVANTAGES = {
 
 @pytest.mark.parametrize("name", ADVANTAGES)
 def test_a_run_computes_the_advantages_of_the_vectors(name):
-    """Follows a configuration line to the array that the learner packs, in float64."""
+    """Parses a configuration, and compares the advantages of its estimator with verl's in float64."""
     key, changes = ADVANTAGES[name]
     values = {"algorithm": name, "trainer": {"max_steps": 1, "eval_every_n_steps": 0}}
     values["grpo"] = {"num_generations": 2} | changes

@@ -158,7 +158,7 @@ def test_a_preset_has_the_defaults_of_the_system_it_names(name):
 
 @pytest.mark.parametrize("name", SOURCES)
 def test_nothing_else_of_a_preset_differs_from_podrls_defaults(name):
-    """Every field that a preset sets has a row in the table, under its own name or under a name derived from it."""
+    """Every field that a preset sets has a row in SOURCES, under its own name or under the name in `derived`."""
     derived = {
         "policy_loss_fn": "kind",
         "loss_agg_mode": "mode",
@@ -168,5 +168,5 @@ def test_nothing_else_of_a_preset_differs_from_podrls_defaults(name):
     }
     held = {ours for _, _, ours, _ in SOURCES[name][1:]}
     loose = {key for key in PRESETS[name].settings if key not in held and derived.get(key) not in held}
-    assert loose <= {"beta", "kl_loss_mode"}, loose  # without KL its form has no effect
+    assert loose <= {"beta", "kl_loss_mode"}, loose  # with beta=0 the form of the KL has no effect
     assert not loose or PRESETS[name].settings["beta"] == 0

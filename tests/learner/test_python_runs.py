@@ -1,4 +1,4 @@
-"""A run that a learner makes from Python ends like a run of the command: with summary, report and the table."""
+"""A run from Python ends like a run of the command: with a summary, a report and a table of the evaluations."""
 
 import json
 

@@ -41,7 +41,7 @@ def records(tmp_path, *rows):
 def refused(made, message, capsys):
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         job.dry_run(made, "runs/x")
-    assert "Batch arithmetic" in capsys.readouterr().out  # every other fault is reported before the plan
+    assert "Batch arithmetic" in capsys.readouterr().out  # so the plan was printed before the fault was found
 
 
 @pytest.fixture
@@ -171,7 +171,8 @@ def test_a_model_beside_the_policy_that_lacks_ids_is_refused_before_a_model_is_l
     key, model, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(RLCluster, "__init__", None)  # to load a model is an error here
-    monkeypatch.setattr(ready, "check_head", lambda directory: None)  # the reward model's embeddings alone are wrong
+    # Without this, the missing head of the reward model would be refused first.
+    monkeypatch.setattr(ready, "check_head", lambda directory: None)
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"vocab_size": 100}))
     algorithm, settings = AUXILIARY[key]
@@ -284,7 +285,7 @@ def test_functions_for_data_sets_that_there_are_not(tmp_path, capsys, caplog):
         refused(values(data=mixed, reward={"fns": fns}, eval={"problems": 0}), message, capsys)
     made = values(data=mixed, reward={"fns": (f"{own}@d", "number@e")}, eval={"problems": 0})
     assert job.dry_run(made, "runs/x") == EXIT_DONE
-    # This algorithm has accuracies.
+    # No reward function scores the records of the set 's'; sets may have records without rewards.
     sets = {"problems": 0, "sets": ({"name": "s", "path": str(tmp_path / "e.jsonl"), "problems": 1},)}
     assert job.dry_run(merge(made, {"eval": sets}), "runs/x") == EXIT_DONE
     rows = [RECORD | {"dataset": "x"}] * (ready._LOOK + 1)
@@ -448,7 +449,7 @@ def test_a_given_answer_that_cannot_be_rendered_is_found_at_the_start(tmp_path, 
 def test_an_evaluation_that_cannot_be_is_found_at_the_start(tmp_path, algorithm, capsys, caplog):
     made = values(algorithm, data=records(tmp_path, *[GIVEN[algorithm][0]] * 3), eval={"problems": 4})
     assert job.dry_run(made, "runs/x") == EXIT_DONE
-    of = "pairs" if algorithm == "reward_model" else "records"  # that algorithm is evaluated on pairs
+    of = "pairs" if algorithm == "reward_model" else "records"  # a reward model is evaluated on pairs
     assert re.search(rf"line 1 lacks 'answer' \(it has .*\), and where {of} have no answer, none are held", caplog.text)
     if algorithm == "reward_model":
         return
@@ -495,7 +496,7 @@ def test_a_record_that_cannot_be_rendered_is_named_when_it_is_drawn(tmp_path, al
     made = parse(values(algorithm, data=data, rollout={"prompts_per_step": ready._FEW + 1}, **sizes))
     stream = made.kind.stream(made, Tokenizer(podrl.TINY))
     stream.look(ready._FEW)
-    # The loop saves the finished steps before such an error ends the run.
+    # Before a BatchError ends the run, the loop saves the finished steps.
     with pytest.raises(BatchError, match=rf"d\.jsonl line {ready._FEW + 1}: .*(tool|call)"):
         next(stream)
 

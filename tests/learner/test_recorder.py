@@ -51,7 +51,8 @@ def test_a_host_that_enters_during_an_evaluation_takes_part_in_it():
 
 
 def test_a_step_is_trained_when_an_evaluation_beside_it_fails():
-    """The checkpoint has the step's weights under the step's number, so its batch is not trained on again."""
+    """The step counts as trained although the evaluation failed: a checkpoint has the step's weights under the step's
+    number, so a resumed run does not train on the step's batch again."""
 
     def fails(*, wait: bool) -> None:
         raise BatchError("the judge is away")

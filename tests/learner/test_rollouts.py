@@ -1,4 +1,4 @@
-"""Sources of batches: the waits, the weight moves, and the copy of a batch that a checkpoint gets."""
+"""Sources of batches: when they wait and move weights, and which copy of a batch they give to a checkpoint."""
 
 import types
 
@@ -10,7 +10,7 @@ from podrl.learner.rollouts import OfflineBatches
 
 
 class Place:
-    """A process's rollouts, which only record their calls."""
+    """Stands in for the rollouts of a process; it only records the calls."""
 
     def __init__(self):
         self.events = []

@@ -76,11 +76,11 @@ def test_environments_are_given_by_name_settings_or_object():
 
 
 def _tokenizer(directory, *special, tools=()):
-    """Returns the tokenizer of the sums with a template for tools, and with some pieces made special tokens."""
+    """Returns the tokenizer of tiny_tools with a template that lists tools, and with the special tokens `special`."""
     shutil.copytree(EMBEDDED["tiny_tools"], directory)
     content = json.loads((directory / "tokenizer.json").read_text())
     first = len(content["model"]["vocab"])
-    (directory / "config.json").unlink()  # the model has no embeddings for more tokens
+    (directory / "config.json").unlink()  # its model has no embeddings for the added tokens
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     content["added_tokens"] += [
         {"id": first + i, "content": text, "special": True, **flags} for i, text in enumerate(special)
@@ -96,10 +96,10 @@ def _tokenizer(directory, *special, tools=()):
 def test_tools_are_checked_at_the_start(tmp_path):
     config = EnvironmentConfig(environment="tools", tools=("calculator",))
     with Episodes(config, Limits(), journal=None) as host:
-        check(host, Dialogue(_tokenizer(tmp_path / "end", "</call>")))  # this token only ends a call
+        check(host, Dialogue(_tokenizer(tmp_path / "end", "</call>")))  # no tag contains this token
         for i, tag in enumerate(["<call_tool", "<snippet", "</tool_output>x"]):
             dialogue = Dialogue(_tokenizer(tmp_path / str(i), tag))
-            if tag.endswith("x"):  # this token is longer than the tag, and is never written
+            if tag.endswith("x"):  # this token is longer than the tag, so the tag does not contain it
                 check(host, dialogue)
                 continue
             with pytest.raises(ValueError, match=f"The tag '{tag}' of env.parser holds a special token"):

@@ -48,7 +48,8 @@ def test_a_tools_words_are_not_the_models(says, by):
 
 def test_the_text_that_an_environment_gives_is_scored():
     assert given("<answer>42</answer>", episode("x", text="<answer>42</answer>")[2], "own")[0] == "<answer>42</answer>"
-    assert given("alone", {"turns": [MODEL | {"text": "alone"}]}, "alone")[0] == "alone"  # it received no observation
+    # This sample received no observation.
+    assert given("alone", {"turns": [MODEL | {"text": "alone"}]}, "alone")[0] == "alone"
 
 
 def test_accuracies_read_the_models_words():

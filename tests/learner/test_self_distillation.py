@@ -1,4 +1,4 @@
-"""The policy teaches itself with a hint in the prompt: shifted scores, copies of the policy, their checkpoints."""
+"""The policy teaches itself with a hint in the prompt: scores after longer prompts, teacher copies, checkpoints."""
 
 import dataclasses
 from typing import Any
@@ -16,7 +16,7 @@ from podrl.learner.hinted_batch import HintedBatch
 from podrl.learner.loop import learn
 from podrl.learner.recorder import fetched_means
 
-HINTS = [[7, 8, 9, 10, 11, 12, 13], [20, 21]]  # prompts have four tokens
+HINTS = [[7, 8, 9, 10, 11, 12, 13], [20, 21]]  # the teacher's prompts of the two groups; the policy's have four tokens
 ROOM = 8
 
 
@@ -26,13 +26,13 @@ def job(teacher: str, **changes: Any) -> Any:
 
 
 def told(experience: Any, hints: Any = HINTS) -> Any:
-    """Returns the bench's samples, with prompts for the teacher."""
+    """Returns a copy of `experience` with `hints` as the teacher's prompts."""
     prompts = dataclasses.replace(experience.rollouts.prompts, fields={TEACHER_PROMPT: hints})
     return dataclasses.replace(experience, rollouts=dataclasses.replace(experience.rollouts, prompts=prompts))
 
 
 def by_hand(rollouts: Any, hints: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Returns each sample after its teacher's prompt: (right-padded tokens, lengths)."""
+    """Puts each sample after its teacher's prompt, or after its own if that is None: (right-padded tokens, lengths)."""
     rows = [
         [*(hints[b // G] or rollouts.tokens_BT[b, :PROMPT]), *rollouts.tokens_BT[b, PROMPT : rollouts.length_B[b]]]
         for b in range(B)

@@ -44,7 +44,8 @@ def dense(params: Any, cluster: Any, tokens_BT: np.ndarray, length_B: np.ndarray
 
 
 def hinted(params: Any, cluster: Any, rollouts: Any, hints: Any) -> np.ndarray:
-    """Computes `dense` after the teacher's prompts, and moves it to the tokens' places after the policy's prompt."""
+    """Computes `dense` of samples after the teacher's prompts; moves the result to the places that the tokens have
+    after the policy's prompts."""
     found_BTV = np.asarray(dense(params, cluster, *by_hand(rollouts, hints)))
     moved_BTV = np.zeros((*rollouts.tokens_BT.shape, found_BTV.shape[-1]), np.float32)
     for b in range(B):
@@ -71,7 +72,8 @@ def reset(bench: Any) -> Any:
 
 
 def test_numbers_by_hand_of_two_prompts_with_a_hint_and_without(bench):
-    """Samples of 2 and 1 tokens follow prompts of 4 tokens. A token has the same number after a hint of any length."""
+    """Samples 0 and 5 have 2 and 1 sampled tokens after prompts of 4 tokens. `number_BT` numbers the sampled tokens
+    from 1, whatever the lengths of the hints."""
     rollouts = bench.experience.rollouts
     mask_BT = np.zeros_like(rollouts.mask_BT)
     mask_BT[0, 4:6], mask_BT[5, 4] = 1, 1
@@ -80,7 +82,7 @@ def test_numbers_by_hand_of_two_prompts_with_a_hint_and_without(bench):
     assert isinstance(scores, IdScores) and scores.id_XK.shape == scores.teacher_logprob_XK.shape == (4, K)
     assert scores.number_BT[0, 3:7].tolist() == [0, 1, 2, 0] and scores.number_BT[5, 3:6].tolist() == [0, 3, 0]
     read = HintedBatch.of(short.rollouts).rollouts
-    assert np.argwhere(read.mask_BT).tolist() == [[0, 7], [0, 8], [5, 2]]  # after hints of 7 and 2 tokens
+    assert np.argwhere(read.mask_BT).tolist() == [[0, 7], [0, 8], [5, 2]]  # places after hints of 7 and 2 tokens
     assert not scores.teacher_logprob_XK[0].any() and (scores.teacher_logprob_XK[1:] < 0).all()
 
 
@@ -214,7 +216,8 @@ def test_neither_order_nor_packing_nor_mesh_of_the_rows_matters(bench):
     first = int((rollouts.mask_BT[:G] > 0).sum())
     for a, b in zip(found, expected, strict=True):
         np.testing.assert_allclose(np.roll(a, first, axis=0), b, atol=1e-5)
-    # Every pass of a step uses the teacher of the step's beginning, whichever samples an update takes.
+    # Every pass of a step uses the teacher's log-probabilities from the beginning of the step, whichever samples an
+    # update takes.
     batches = algorithm.pack(0, experience, scores, np.zeros_like(rollouts.mask_BT))
     assert len(batches) == 4
     of_pass = [
@@ -230,7 +233,7 @@ def test_neither_order_nor_packing_nor_mesh_of_the_rows_matters(bench):
 
 
 def test_the_sampled_token_has_the_log_probability_that_sampled_gives_it_in_samples_of_several_pieces_too(bench):
-    """All ids are compared, so each sampled id is among them; hints are longer, shorter or absent."""
+    """All ids are compared, so each sampled id is among them. Hints are longer or shorter than prompts, or absent."""
     cluster, rollouts = reset(bench), bench.experience.rollouts
     piece_BT = np.zeros_like(rollouts.tokens_BT)
     for b, begin in ((0, 7), (1, 6), (5, 8)):

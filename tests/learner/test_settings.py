@@ -109,8 +109,8 @@ def test_kl_in_the_loss_is_steered_and_survives_a_checkpoint():
     config = GRPOConfig(beta=0.1, kl_target=0.25, kl_horizon=20.0)
     control = LossKL(config)
     assert control.active and control.steered and control.scale == 1.0
-    # The updates measured 0.4 and 0.6, on average twice the target. The error is clipped to 0.2, so 2 samples of a
-    # horizon of 20 raise the coefficient by 2%.
+    # The updates measured KLs of 0.4 and 0.6, on average twice the target. The error is clipped to 0.2, so 2 samples of
+    # a horizon of 20 raise the coefficient by 2%.
     said = control.trained([jnp.float32(0.4), jnp.float32(0.6)], 2)
     assert said == {"actor/kl_coef": 0.1}
     assert control.coef == pytest.approx(0.102) and control.scale == pytest.approx(1.02)
@@ -230,11 +230,11 @@ def test_stale_samples_are_corrected_by_default_and_fresh_ones_are_not(settings_
     assert (stale.correction, stale.old_source(1), stale.old_source(2)) == ("tis", "current", "trainer")
     assert stale.correction_bounds == (0.0, 2.0)
     assert "times the sampler correction: min(w, 2)" in stale.policy_loss(8).formula()
-    # Either of the two keys centres the clip on the policy that sampled, for which a correction would be 1.
+    # Each of these two changes centres the clip on the policy that sampled, so a correction would be 1.
     for changes in ({"old_logprob": "sampler"}, {"sampler_correction": "none"}):
         bare = settings_of(beta=0.0, max_staleness=1, **changes)
         assert (bare.correction, bare.old_source(1)) == ("none", "sampler")
-    for kind in ("sequence_mask", "kpop"):  # a correction that is set is used
+    for kind in ("sequence_mask", "kpop"):  # an explicit correction is used
         asked = settings_of(beta=0.0, max_staleness=1, sampler_correction=kind)
         assert (asked.correction, asked.old_source(1)) == (kind, "current")
 

@@ -23,12 +23,12 @@ from podrl.trainer import packing
 from podrl.trainer.objective import TokenLoss
 from podrl.types import NO_EPISODE, STOP_EOS, Experience, Prompts, Rollouts, blank_columns
 
-SAME = 2e-6 if np.dtype(np.float32).itemsize == 4 else 1e-12  # see trainer/test_float64.py
+SAME = 2e-6 if np.dtype(np.float32).itemsize == 4 else 1e-12  # tests/trainer/in_float64.py makes it float64
 G, PROMPT, T = 2, 3, 12
 NAMES = ("math", "chat", "tools", "math", "plain")
 P, B = len(NAMES), G * len(NAMES)
 MODES = ("token-mean", "sequence-mean-token-mean", "token-sum-scale")
-# The loss of each source, in a run without KL; samples of other sources learn from rewards with the clip.
+# The loss of each source, in a run without KL; samples of other sources learn from rewards with the clipped loss.
 OWN = {
     "math": {"policy_loss_fn": "ipo", "epsilon": 0.1, "advantage_estimator": "maxrl"},
     "chat": {"teacher_coef": 0.5, "reward_coef": 0.0},
@@ -37,7 +37,7 @@ OWN = {
 
 
 def mixture():
-    """Makes five prompts of four sources; samples of 'tools' and 'math' contain tools' answers."""
+    """Makes five prompts of four sources; samples of 'tools' and 'math' contain tokens of a tool's answer."""
     rng = np.random.default_rng(0)
     length_B = np.array([12, 9, 7, 11, 12, 10, 12, 6, 8, 12])
     place_BT = np.tile(np.arange(T), (B, 1))
@@ -91,7 +91,8 @@ def config(mode="token-mean", sources=OWN, **changes):
 
 
 def trained(cluster, settings, experience, rows_B):
-    """Makes an update: (gradient by each token's log-probability, loss, metrics of the advantages and of the loss)."""
+    """Computes the loss of an update at random log-probabilities: (its gradient by each token's log-probability, its
+    value, metrics of the advantages and of the loss)."""
     rng = np.random.default_rng(1)
     now_BT, their_BT = (np.log(rng.uniform(0.05, 0.95, (B, T))) for _ in range(2))
     scores = ReferencedScores(experience.rollouts.logprob_BT, their_BT[rows_B].astype(np.float32))
@@ -160,8 +161,8 @@ def test_an_exact_divergence_is_taken_over_the_tokens_of_its_source_beside_the_o
 
 
 def test_samples_without_a_hint_are_not_taught_by_the_policy_itself_and_are_counted(cluster):
-    """Teachers have weights on 'chat', which has a hint, and on 'plain', which has none; other sources learn as
-    before."""
+    """Two sources have a `teacher_coef`: 'chat', whose prompt has a hint in the first step, and 'plain', whose prompt
+    never has one."""
     sources = OWN | {"plain": {"teacher_coef": 2.0}}
     own = {"teacher": "current", "teacher_hint_tokens": 4, "teacher_kl": "top_k", "teacher_top_k": 3}
     settings = config(sources=sources, **own)
@@ -184,7 +185,7 @@ def test_samples_without_a_hint_are_not_taught_by_the_policy_itself_and_are_coun
         assert np.isfinite(list(metrics.values())).all()
         found.append(metrics["opd/reverse_kl"])
     assert found[0] > 0 == found[1]
-    # Another model teaches with the same prompt too.
+    # A teacher that is another model needs no hint, so it also teaches 'plain'.
     reference: Any = make_grpo(cluster, config(sources=sources, **own | {"teacher": "reference"}), samples=B, log=print)
     scores = reference.score(0, told_of)
     advantage_BT, told = reference.advantages(told_of, scores, np.ones_like(mask_BT))
@@ -228,7 +229,7 @@ def test_sources_that_have_the_runs_settings_change_no_bit(cluster):
 
 
 def test_a_step_without_a_sample_to_teach_needs_no_hint(cluster):
-    """A source of small weight may have no prompt in a step, so the step has no hints."""
+    """The source with a teacher may have no prompt in a step; then the step has no hints, and needs none."""
     sources = {"chat": {"teacher_coef": 1.0, "reward_coef": 0.0}}
     rest, rows_B = only(mixture(), ["math", "plain", "tools"])
     algorithm: Any = make_grpo(cluster, config(sources=sources, teacher="current"), samples=len(rows_B), log=print)

@@ -1,4 +1,4 @@
-"""Teachers of sources have their own tokenizers and meshes; each scores its sources' samples and gives advantages."""
+"""Teachers of sources have their own tokenizers and meshes; each scores the samples of its sources."""
 
 import dataclasses
 import json
@@ -29,7 +29,7 @@ SOURCES = ({"path": "problems", "name": "math"}, {"path": "sums", "name": "chat"
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Writes a teacher with the policy's tokenizer and one that reads bytes, both with random weights."""
+    """Writes two teachers with random weights: one with the policy's tokenizer, one with a byte tokenizer."""
     root = tmp_path_factory.mktemp("teachers")
     mesh = make_mesh("fsdp=1", jax.devices()[:1])
     size = ScratchModel(num_layers=2, model_dim=64, ffn_dim=96, num_heads=2, num_kv_heads=1)
@@ -63,7 +63,7 @@ def told(experience: Any, **fields: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def said():
-    """Makes samples of words; the first ones end their turn."""
+    """Makes samples of words, filled up with end-of-turn tokens; sample 0 also ends its turn at place 10."""
     made, own = Bench(parsed("grpo", {})), Tokenizer(TINY)
     rollouts = made.experience.rollouts
     tokens_BT = rollouts.tokens_BT.copy()
@@ -102,7 +102,7 @@ def test_each_source_is_scored_by_its_teacher(quick_compilation, folders, said):
 
 def test_a_teacher_of_other_tokens_gives_each_span_its_sum(quick_compilation, folders, said):
     """The teacher scores a row of its own tokens. Each token of a span gets the teacher's sum over the span minus the
-    policy's sum; the test works it out by hand."""
+    policy's sum; the test recomputes these sums."""
     path = str(folders / "bytes")
     found = described({"path": path, "sources": ("math",)}, {"path": str(folders / "same")})
     cluster, theirs, own = bench(found).cluster, Tokenizer(path), Tokenizer(TINY)
@@ -139,7 +139,7 @@ def test_a_teacher_of_other_tokens_gives_each_span_its_sum(quick_compilation, fo
 
 
 def test_teachers_may_have_devices_of_their_own(quick_compilation, folders, said):
-    """The scores equal those of a teacher on the trainer's devices."""
+    """A teacher on devices of its own gives the same scores as on the trainer's devices."""
     path, found = str(folders / "same"), {}
     roles = RolesConfig(teacher=AuxiliaryConfig("fsdp=2"))
     on = meshes(roles)

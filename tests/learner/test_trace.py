@@ -76,7 +76,7 @@ def test_pieces_keep_their_space_and_special_tokens_their_name():
 
 
 def rewritten(path, change):
-    """Changes the header and the arrays of a recorded step by `change`."""
+    """Changes the header and the arrays of the recorded step 10 with the function `change`."""
     file = path / trace.FOLDER / trace.file_name(10)
     with np.load(file) as found:
         arrays = dict(found)

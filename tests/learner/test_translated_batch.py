@@ -25,7 +25,7 @@ TEXTS = st.one_of(
 
 
 def bytes_tokenizer(folder):
-    """Writes a tokenizer whose pieces are of bytes, as GPT-2's."""
+    """Writes a tokenizer whose tokens are sequences of bytes, as in GPT-2."""
     level = tokenizers.pre_tokenizers.ByteLevel
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
     made.pre_tokenizer, made.decoder = level(add_prefix_space=False), tokenizers.decoders.ByteLevel()
@@ -50,7 +50,7 @@ def known(tmp_path_factory):
 
 
 def test_spans_by_hand():
-    """Tokens end at 2, 5, 6, 9 and at 1, 5, 8: only 5 is an end in both."""
+    """The tokens of one tokenizer end at bytes 2, 5, 6, 9, of the other at 1, 5, 8: only 5 is an end in both."""
     span_X, span_Y = common_spans(np.array([2, 5, 6, 9]), np.array([1, 5, 8]))
     assert span_X.tolist() == [0, 0, -1, -1] and span_Y.tolist() == [0, 0, -1]
     value_BT = np.array([[1.0, 2.0, 4.0, 8.0, 16.0], [1.0, 1.0, 1.0, 1.0, 1.0]])
@@ -89,7 +89,7 @@ def test_the_advantage_of_a_span_has_the_gradient_of_the_spans_divergence():
     kl = torch.sum(torch.exp(logprobs().sum(1)) * (logprobs().sum(1) - teacher_X))
     wanted = torch.autograd.grad(kl, logits)
     logprob_X2 = logprobs().detach().numpy()
-    theirs_X2 = np.stack([teacher_X.numpy(), np.zeros(9)], axis=1)  # the sum of each span, at its first token
+    theirs_X2 = np.stack([teacher_X.numpy(), np.zeros(9)], axis=1)  # a span's sum is at its first token
     ones_X2, span_X2 = np.ones((9, 2)), np.zeros((9, 2), int)
     advantage_X2, metrics = Distillation(1.0, 0.0).advantages(logprob_X2, theirs_X2, ones_X2, span_X2)
     weight_X2 = torch.tensor(advantage_X2) * torch.exp(logprobs().detach().sum(1, keepdim=True))
@@ -110,7 +110,7 @@ def test_spans_of_tokenizers_say_the_same_text(known, text, data):
     own, theirs = (known[data.draw(st.sampled_from(names))] for _ in range(2))
     said = own.encode_plain(text)
     if said and data.draw(st.booleans()):
-        said = said[: data.draw(st.integers(1, len(said)))]  # cut by the limit, perhaps within a character
+        said = said[: data.draw(st.integers(1, len(said)))]  # cut off by a limit, perhaps within a character
     ended = data.draw(st.booleans())
     said += [own.turn_end_id] * ended
     most = data.draw(st.sampled_from([1000, 1000, 5, 0]))

@@ -1,4 +1,4 @@
-"""Fields under Tunix's names count what Tunix counts, with the numbers of its own arithmetic (its rl_learner.py)."""
+"""Fields with Tunix's names count in Tunix's units; the expected numbers follow Tunix's rl_learner.py."""
 
 import dataclasses
 
@@ -12,7 +12,7 @@ from podrl.mesh.build import make_mesh
 from podrl.rundir import identity
 from podrl.trainer.pack_shape import pack_shape
 
-# The unit of every count that both systems have; settings.py and config.py explain the other fields.
+# The unit of every counting field that podrl and Tunix both have; settings.py and config.py explain the other fields.
 COUNTED = {
     "RLTrainingConfig": {
         "eval_every_n_steps": "updates",
@@ -29,7 +29,7 @@ COUNTED = {
 
 @pytest.mark.parametrize("name", COUNTED)
 def test_every_counted_field_says_its_unit(name):
-    """The line of the field in the docstring, where users look for it, contains the first word of the unit."""
+    """The field's line in the docstring, where users look for the unit, contains the first word of the unit."""
     cls = getattr(podrl, name)
     told = " ".join(" ".join((base.__doc__ or "") for base in cls.__mro__).split())
     for field, unit in COUNTED[name].items():

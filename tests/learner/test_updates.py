@@ -36,7 +36,7 @@ P, G, PROMPT, LIMIT = 2, 4, 4, 8
 B, T = P * G, PROMPT + LIMIT
 REWARD_B = np.array([1.0, 0.0, 0.5, 0.0, 0.2, 1.0, 1.0, 0.0])
 
-SAMPLER = {"old_logprob": "sampler"}  # makes ratios spread widely from the first update on
+SAMPLER = {"old_logprob": "sampler"}  # with this setting ratios spread widely from the first update on
 BAND = {"correction_low": 0.9, "correction_high": 1.1}
 STRONG_KL = {"beta": 1.0}
 CLAMP = 2.0**-20  # nats; the mean of such values is exact
@@ -62,7 +62,7 @@ SETTINGS = {
 
 
 def parsed(name, changes, **groups):
-    """Parses the job of an algorithm with changes, completed and checked as by the launcher."""
+    """Parses the job of algorithm `name` with changed settings; completes and checks them as the launcher does."""
     section = section_of(name)
     values = {
         "algorithm": name,
@@ -151,8 +151,8 @@ def test_every_update_and_scoring_is_added_to_the_backlog(bench, monkeypatch):
 
 @pytest.mark.parametrize("name", ["grpo", "ppo"])
 def test_weights_of_tokens_are_told_and_change_no_bit(name, bench):
-    """The first pass starts from a ratio of 1, so half of a token's mean weight over two passes comes from its
-    advantage."""
+    """In the first pass the ratio r is 1, and a token's weight is its advantage A. In the second pass a clipped token
+    has weight 0, so its mean weight over the two passes is A / 2."""
     described = parsed(name, {"epsilon": 1e-6})
     _, plain, actor, _ = bench.train(name, epsilon=1e-6)
     cluster = bench.cluster
@@ -176,7 +176,7 @@ def test_weights_of_tokens_are_told_and_change_no_bit(name, bench):
 
 
 def test_all_hosts_that_train_score_and_weigh_what_one_of_them_writes(bench, monkeypatch):
-    """Trainer hosts run the programs of one mesh together: a host that skipped one would block the others."""
+    """Trainer hosts run the programs of one mesh together: a host that skipped a program would block the others."""
     made = GRPO(bench.cluster, parsed("grpo", {}).algo, samples=B, log=print)
     asked = []
     monkeypatch.setattr(TracedAlgorithm, "_token_scores", lambda self, experience, share: asked.append(share))
@@ -197,7 +197,8 @@ def test_all_hosts_that_train_score_and_weigh_what_one_of_them_writes(bench, mon
 
 
 def test_settings_alone_decide_what_packed_rows_hold(bench):
-    """Plans know the settings only; rows for pieces have further columns, which jobs without pieces do not pay for."""
+    """podrl.plan knows the settings only. Rows for pieces have further columns, which jobs without pieces do not pay
+    for."""
     for environment, pieces in {"": False, "agent.py:Agent": True}.items():
         rollout = {"prompts_per_step": P, "max_prompt_length": PROMPT, "max_tokens_to_generate": LIMIT}
         rollout |= {"max_response_tokens": LIMIT}
@@ -241,7 +242,7 @@ MISMATCH = [f"sampler/{name}" for name in ("abs_diff", "exp_diff", "kl", "kl_rev
 
 @pytest.mark.parametrize("changes", [{}, {"beta": 0.0, "num_iterations": 1, "old_logprob": "sampler"}])
 def test_the_sampler_is_compared_while_only_the_critic_learns(changes, bench):
-    """The metrics of the comparison equal those that an update of the actor gives."""
+    """The metrics that compare sampler and trainer equal the metrics of a run whose actor is updated."""
     _, plain, *_ = bench.train("ppo", **changes)
     _, records, actor, critic = bench.train("ppo", **changes, critic_warmup=2)
     assert not moved(bench.start.params, actor) and np.any(critic["score"] != 0.0)
@@ -297,8 +298,8 @@ def test_tokens_are_told_apart_by_age_and_old_ones_dropped(beta, bench):
 
 
 def test_observed_tokens_are_learned_beside_the_policy_loss(bench):
-    """Each sample has two tokens of a tool. Rewards are equal and there is no KL yet, so the gradient comes from the
-    tool's tokens only."""
+    """Each sample has up to two tokens of a tool. Rewards are equal, and the policy still equals its reference, so the
+    gradient comes from the tool's tokens only."""
     whole, place_BT = bench.experience.rollouts, np.tile(np.arange(T), (B, 1))
     seen_BT = (place_BT >= PROMPT + 1) & (place_BT < np.minimum(PROMPT + 3, whole.length_B - 1)[:, None])
     mask_BT = np.where(seen_BT, np.float32(0), whole.mask_BT)
@@ -316,7 +317,7 @@ def test_observed_tokens_are_learned_beside_the_policy_loss(bench):
         after_BT = bench.cluster.get_actor_per_token_logps(whole.tokens_BT, whole.length_B)
         assert after_BT[seen_BT].mean() > logprob_BT[seen_BT].mean()
         norms.append(metrics["actor/grad_norm"])
-    # The weight is a factor; the aggregation of the policy loss does not change the observations' part.
+    # `observation_coef` is a factor; the aggregation of the policy loss does not change the observations' part.
     assert norms == pytest.approx([norms[0], 2 * norms[0], norms[0]], rel=1e-4)
     config = dataclasses.replace(plain, observation_coef=0.1)
     assert not config.advantage_alone and "0.1 x (-log p)" in "\n".join(config.describe(LIMIT))
@@ -387,7 +388,7 @@ def entropies(cluster, rollouts):
 
 
 def test_a_resumed_run_compiles_what_traces_in_its_first_step():
-    fresh = Bench()  # in a cache of its own, so that programs of other tests do not count
+    fresh = Bench()  # a cluster of its own, for which other tests have compiled nothing
     algorithm, experience = GRPO(fresh.cluster, parsed("grpo", {}).algo, samples=B, log=print), fresh.experience
     spans = Spans()
     run = SimpleNamespace(tracing=SimpleNamespace(note=lambda *of: None), traced=TraceSteps(LogConfig()), spans=spans)

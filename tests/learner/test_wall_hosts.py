@@ -1,4 +1,4 @@
-"""Groups by the wall clock on hosts that come and go: every prompt once, ages within the bound, exact repetition."""
+"""Hosts join and leave with `rollout.clock='wall'`: each prompt once, ages within the bound, exact repetition."""
 
 import contextlib
 import dataclasses
@@ -41,7 +41,7 @@ def token(index: int, submit_step: int, sample: int, place: int, version: int) -
 
 
 class Player:
-    """Plays the samples of a prompt."""
+    """Stands in for the player of a prompt's samples; `token` gives the tokens that it draws."""
 
     def __init__(self, prompts, submit_step, partial):
         self.request, self.done = types.SimpleNamespace(samples=G, prompts=prompts), {}
@@ -53,7 +53,7 @@ class Player:
             self.tracks.append(
                 types.SimpleNamespace(**fields, tokens=[], versions=[], routes=None, drawn={name: [] for name in DRAWN})
             )
-        self.rows = self.tracks  # only iterated over
+        self.rows = self.tracks  # the code under test only iterates over `rows`
         if partial is not None:
             ends = np.cumsum([0, *partial.rows["count_B"]])
             for g, track in enumerate(self.tracks):
@@ -115,7 +115,8 @@ class Sampler:
 
 
 class Judging(Sampler):
-    """Knows the rewards of a group when it is asked a second time; about half of the groups have equal rewards."""
+    """A sampler whose `signal` knows a group's rewards only in its second call; about half of the groups have equal
+    rewards."""
 
     def signal(self, making):
         if not hasattr(making, "asked"):
@@ -130,7 +131,7 @@ def differ(tokens: int) -> bool:
 
 
 class Ample(Stream):
-    """Numbered prompts, with two batches in reserve for each batch."""
+    """A data stream that yields three times P numbered prompts: a batch, and two further batches in reserve."""
 
     def __next__(self):
         parts = [super(Ample, self).__next__() for _ in range(3)]
@@ -138,7 +139,7 @@ class Ample(Stream):
 
 
 class Member:
-    """A rollout host on threads of this process; the threads end when its network does."""
+    """A rollout host on threads of this process; the threads end when the host's channel is closed."""
 
     def __init__(self, pod, weights, schedule, sampler):
         self.pod = pod
@@ -187,10 +188,10 @@ def train_through(
     stream=Stream,
     replaced=0,
 ):
-    """Trains up to a step; kills hosts after random steps, and adds as many.
+    """Trains from `start` to step `until`; after `kills` random steps it kills a rollout host and adds one.
 
     Returns:
-      The batches by step, what checkpoints hold by step, and the leader's source of batches.
+      The batches by step, the open groups in the checkpoint of each step, and the leader's source of batches.
     """
     directory.mkdir(exist_ok=True)
     rng, seen, saved = random.Random(seed), {}, {}
@@ -266,7 +267,7 @@ def train_through(
 
 
 def assert_whole(seen, steps, staleness):
-    """Asserts that every prompt is in exactly one batch, and no token is older than the bound."""
+    """Asserts that every prompt is in exactly one batch, and no token is older than the staleness bound."""
     assert sorted(int(i) for batch in seen.values() for i in batch.rollouts.prompts.index_P) == [*range(P * steps)]
     for step, batch in seen.items():
         versions = batch.rollouts.version_BT[batch.rollouts.version_BT >= 0]
@@ -319,7 +320,7 @@ def test_trainers_that_are_not_equally_far_get_the_same_batches(tmp_path):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_killed_run_goes_on_without_losing_a_prompt(tmp_path, seed):
-    """Decided steps are repeated from the checkpoint on; after them the clock decides again."""
+    """From the checkpoint on, steps that are in the journal are repeated; for later steps the clock decides again."""
     more = {"staleness": 2, "steps": 14}
     lived, saved, _ = train_through(tmp_path / "run", seed=seed, until=10, kills=2, **more)
     for saved_after in (9, 6, 3):
@@ -380,7 +381,7 @@ def test_groups_past_the_bound_are_asked_again(tmp_path):
 
 
 def test_a_dispatch_that_outlasts_a_step_of_training_makes_no_batch_too_old(tmp_path):
-    """In step 5 the leader learns of tokens drawn in window 3. The tokens are too old: their prompt is asked again."""
+    """In step 5 the leader learns of tokens drawn in window 3. They are too old, so their prompt is sampled again."""
     slow, told = threading.Event(), threading.Event()
 
     def decides(step: int) -> bool:

@@ -1,4 +1,4 @@
-"""Weights and clips of a step's tokens, compared between two runs."""
+"""Two runs are compared by the loss weights of a step's tokens, and by which tokens were clipped."""
 
 import dataclasses
 
@@ -11,8 +11,8 @@ from podrl.rundir.weights import compare
 
 
 def traced(path, weight, clipped):
-    """Makes a recorded step whose tokens have these weights. The first 12 tokens have advantages -2 .. 9; all tokens
-    are in the loss."""
+    """Makes a recorded step: token i has the advantage i - 2, and all tokens are in the loss. `weight` and `clipped`
+    compute the other two columns from the number of tokens."""
     path.mkdir()
     recorded(path, [10])
     step = trace.read_step(path, 10)
@@ -33,7 +33,7 @@ def test_tokens_are_counted_by_the_sign_of_their_advantage(tmp_path):
     assert zero == ["zero", "1", "0", "1", "0", "0", "0"]
     assert positive[:4] == ["positive", str(count - 3), "0", "2"] and positive[-1] == "2"
     assert whole[1] == str(count) and whole[3] == "5" and whole[-1] == "4"
-    # Weights -2 and 2 became 0; positions are counted from the sample's first token.
+    # The two largest changes: weights -2 and 2 became 0. Positions are counted from the sample's first token.
     assert [row[1:] for row in found.changed] == [
         ["0", "0", "0", "-2", "-2", "0", "0", "1"],
         ["0", "0", "4", "2", "2", "0", "0", "1"],

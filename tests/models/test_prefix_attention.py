@@ -224,7 +224,8 @@ def test_the_kernel_compiles_for_tpu(topology, monkeypatch: pytest.MonkeyPatch):
         out = attention(q, k, v, segment, shared=(prefix, position), window=window, softcap=softcap, mesh=mesh)
         return jnp.sum(out.astype(jnp.float32) ** 2)
 
-    # Rows end within a block; blocks are shorter for many wide heads of float32.
+    # The first row ends inside a block of 512 tokens. In the second case 8 query heads of 256 per key/value head halve
+    # the block to 256 tokens.
     for T, N, K, H, dtype, softcap in ((2688, 8, 4, 128, jnp.bfloat16, 0.0), (1024, 16, 2, 256, jnp.float32, 50.0)):
         of = lambda *shape, kind=dtype: jax.ShapeDtypeStruct(shape, kind, sharding=rows)  # noqa: E731
         bounds = [of(4, T, kind=jnp.int32)] * 3

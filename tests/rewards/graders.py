@@ -1,4 +1,4 @@
-"""Reward functions of a user's file, valid and invalid, for the tests of the pool."""
+"""Reward functions of a user's file, valid and invalid, for the tests of the workers that run them."""
 
 import os
 import re

@@ -146,7 +146,7 @@ def test_what_programs_can_and_cannot_do(sandboxes, how):
         if not (bwrap := shutil.which("bwrap")):
             pytest.skip("bubblewrap is not installed")
         sandboxes._bwrap = bwrap
-        tries.pop("many files")  # bubblewrap does not limit files
+        tries.pop("many files")  # bubblewrap does not limit the number of files
     before = set(os.listdir(pathlib.Path.home()))
     costly = {
         "an endless loop": prints("while True: pass"),

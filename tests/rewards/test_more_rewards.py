@@ -80,7 +80,7 @@ def test_math_without_its_extra_says_which(monkeypatch):
 
 
 class Endpoint(http.server.BaseHTTPRequestHandler):
-    """An endpoint whose answer depends on the text to be graded."""
+    """A judge's endpoint, whose answer depends on the first word of the text to be graded."""
 
     requests: list
     failures: dict
@@ -118,7 +118,7 @@ class Endpoint(http.server.BaseHTTPRequestHandler):
 
 @contextlib.contextmanager
 def endpoint(**failures):
-    """Starts a local judge: (settings of a judge there, the requests it got)."""
+    """Starts a local judge; yields (reward settings that name the judge, the list of the requests that it gets)."""
     handler = type("Handler", (Endpoint,), {"requests": [], "failures": dict(failures)})
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
@@ -138,7 +138,7 @@ def endpoint(**failures):
 
 def test_the_judge_scores_and_retries(monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", "secret")
-    with endpoint(**{"7.5": 1}) as (config, requests):  # busy once, then answers
+    with endpoint(**{"7.5": 1}) as (config, requests):  # the judge is busy once, then answers
         reward_FB = score(config, "7.5 {answer}", "0 x", "10 y", prompts=["q {completion}", "r", "s"], answer=[1, 2, 3])
         np.testing.assert_allclose(reward_FB, [[0.75, 0.0, 1.0]])
         assert len(requests) == 4
@@ -198,7 +198,7 @@ def test_a_rubric_asks_about_every_criterion():
 
 
 def test_a_judge_that_is_away_is_asked_until_it_is_back():
-    with endpoint(**{"3": 5}) as (config, requests):  # far more than the one retry after an unreadable answer
+    with endpoint(**{"3": 5}) as (config, requests):  # busy more often than the one retry after a bad answer
         np.testing.assert_allclose(score(config, "3 busy"), [[0.3]])
         assert len(requests) == 6
 

@@ -39,7 +39,7 @@ TABLE = {
     "3\u00d710^4": "30000",
     r"3 \times 10^{-4}": "3/10000", "3*10^4": "30000", "10**3": "1000", "10^{3}": "1000", "10\u00b3": "1000",
     "2\u00b710\u207b\u00b9": "1/5", "2^10": "1024", "-2^2": "-4", "0^-1": None, "1e9999999": None, "9^99999": None,
-    # words and letters of size
+    # magnitude words and letters ("million", "k")
     "5 million": "5000000", "1.5 billion dollars": "1500000000", "3 hundred": "300", "2 dozen": "24",
     "$5M": "5000000",
     "5k": "5000", "$2.5 bn": "2500000000", "$3 M": "3000000", "300 K": "300", "5 m": "5",
@@ -47,7 +47,7 @@ TABLE = {
     "$18": "18", r"\$18": "18", "-$5": "-5", "$-5": "-5", "\u2212$1,200.50": "-2401/2", "18$": "18", "\u20ac5": "5",
     "5 \u20ac": "5",
     "\u00a31,000": "1000", "US$5": "5", "USD 5": "5", "5 USD": "5", "Rs. 500": "500", "$ 5": "5", "50\u00a2": "50",
-    # text that follows or encloses
+    # text that follows or encloses a number
     "12.": "12", "1,200.": "1200", "12,": "12", "12 eggs.": "12", "12cm": "12", "12 cm^2": "12", "12 m\u00b2": "12",
     "60 km/h": "60",
     "$5/hour": "5", "5-inch": "5", "1st": "1", r"12\text{ cm}": "12", r"12 \text{ cm}^2": "12", r"12^\circ": "12",
@@ -92,7 +92,7 @@ TABLE = {
     "-(5)": "-5", "-($5)": "-5", "x = -(1/2)": "-1/2", "-(-5)": None, "-(x)": None, "x - (5)": None, "x -(5)": None,
     "|-5|": None, "abs(-5)": None, r"\left|-5\right|": None, "$(10)": "10",
     "1/-2": "-1/2", "-1/-2": "1/2", r"\frac{1}{-2}": "-1/2",
-    # several words of size; digits in other notations
+    # several magnitude words ("hundred thousand"), fractions in words, numbers in other notations
     "3 hundred thousand": "300000", "3 hundred million": "300000000", "100 thousand million": "100000000000",
     "2 thousand five hundred": None, "2 hundred and fifty": None,
     "2 thousand twenty-five": None, "2 and a half": "5/2", "2 and a half million": "2500000", "2 and a third": None,
@@ -110,7 +110,7 @@ TABLE = {
     "5.e3": None, "5 E3": None, "-[5]": None, "-{5}": None, "-$(5)": None, r"\boxed{\underline{5}}": "5",
     r"\textcolor{red}{5}": "5", r"\color{red}5": "5", r"\nicefrac{1}{2}": "1/2", r"\Large 5": "5",
     "5 \u00d7 10 ^ 3": "5000", "5 permille": None, "5 ft-lb": "5", "2 L": "2", "0.5L": "1/2", "5 R2 units": None,
-    # none
+    # texts without a number, and digits of other scripts
     "": None, "four": None, "nan": None, "inf": None, "no number": None, "\uff11\uff12": "12", "\u0661\u0662": "12",
 }  # fmt: skip
 
@@ -273,7 +273,7 @@ def test_a_majority_counts_numbers_in_any_form(texts, right, wanted):
     assert reference.majority(texts, right) == wanted
 
 
-# Reference, answer, whether they are mathematically equal.
+# (reference, answer, True if both are mathematically equal)
 EQUATIONS = [
     ("12", "13 = 12", 0), ("12", "12 = 13", 0), ("12", "x = 11 = 12", 0), ("12", "x = 12", 1), ("12", "10 + 2 = 12",
     1),

@@ -132,4 +132,4 @@ def test_the_reference_of_a_group_is_read_once():
     for guess in range(8):
         reference.accuracies(f"<answer>{guess}</answer>", "41 apples")
     assert numbers.of_reference.cache_info().misses == 1
-    assert numbers.read.cache_info().misses == 9  # the reference, and each answer once
+    assert numbers.read.cache_info().misses == 9  # one for the reference, one for each of the 8 answers

@@ -65,7 +65,8 @@ def test_a_reward_function_may_be_a_coroutine(tmp_path):
         "async def fails(prompts, completions, **fields):\n    raise KeyError('gone')\n"
     )
     assert score(RewardConfig(fns=(f"{tmp_path}/mine.py:lengths",)), "a", "bcd").tolist() == [[1.0, 3.0]]
-    with Rewards(RewardConfig(fns=(f"{tmp_path}/mine.py:once",), workers=1)) as rewards:  # a client needs one loop
+    # All calls must run on one event loop, because a client of a function may be bound to its loop.
+    with Rewards(RewardConfig(fns=(f"{tmp_path}/mine.py:once",), workers=1)) as rewards:
         assert [rewards.score(["?"], ["a"], {}).tolist() for _ in range(3)] == 3 * [[[1.0]]]
     assert "KeyError: 'gone'" in failure(RewardConfig(fns=(f"{tmp_path}/mine.py:fails",)), "a")
 
@@ -183,8 +184,8 @@ def test_no_list_at_all():
 @pytest.mark.parametrize("calls", ["group", "sample"])
 @pytest.mark.parametrize("name", ["sleeps", "holds_the_interpreter"])
 def test_a_sample_that_hangs_is_ended_and_counted(name, calls):
-    """The sample that hangs gets the reward of an empty completion, whatever other samples its call has; these get
-    their own rewards."""
+    """The sample that hangs gets the reward of an empty completion, and the other samples of its call get their own
+    rewards."""
     text = "sleep" if name == "sleeps" else "a" * 40
     with Rewards(named(name, deadline_s=0.6, calls=calls)) as rewards:
         before = children()

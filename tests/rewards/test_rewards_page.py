@@ -12,7 +12,7 @@ PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
 
 
 def python_blocks() -> list[str]:
-    """Finds fenced blocks; a fence inside a block is part of a text, and never begins a line."""
+    """Finds the page's python blocks. A fence inside a block is part of a string there, so it never begins a line."""
     return re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
 
 

@@ -73,7 +73,7 @@ def test_schemas():
             text.json_schema("1", endless, PLAIN)
     import referencing.exceptions
 
-    with pytest.raises(referencing.exceptions.Unresolvable):  # without a request to this address
+    with pytest.raises(referencing.exceptions.Unresolvable):  # no request is sent to this address
         text.json_schema("[1]", {"$ref": "http://127.0.0.1:9/schema.json"}, PLAIN)
 
 

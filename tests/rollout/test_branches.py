@@ -247,7 +247,7 @@ def test_a_first_request_with_another_prompt_is_a_piece_behind_the_datas_prompt(
     assert not faults(rollouts, step=1, max_staleness=1)
 
 
-# Thoughts of turns before the last turn of the user are left out, as in Qwen3's template.
+# This template leaves out thoughts of turns before the user's last turn, as Qwen3's template does.
 FORGETS = """{{ bos_token }}{% set last = namespace(user=0) %}{% for m in messages if m.role == 'user' %}
 {%- set last.user = m.content %}{% endfor %}{% set seen = namespace(last=false) %}{% for m in messages %}
 {%- if m.content == last.user %}{% set seen.last = true %}{% endif %}<start_of_turn>{{ m.role }}
@@ -262,7 +262,8 @@ FORGETS = """{{ bos_token }}{% set last = namespace(user=0) %}{% for m in messag
 def test_a_template_that_drops_thoughts_opens_a_piece_at_the_second_turn_of_the_user(
     play, serving, monkeypatch, history, pieces
 ):
-    """The tool loop before that turn stays one piece. With env.history='append' the whole episode is one piece."""
+    """The tool loop before the user's second turn stays one piece. With env.history='append' the whole episode is one
+    piece."""
     monkeypatch.setitem(serving._tokenizer._templates, "default", ChatTemplate(FORGETS, "test"))
     rollouts = play("Loops", history=history, parser="hermes", asked="Else", response=150)
     assert not faults(rollouts, step=1, max_staleness=1)
@@ -383,8 +384,8 @@ def test_an_agent_that_is_lost_by_the_wall_clock_has_no_tokens(play):
 def test_by_the_wall_clock_a_killed_run_trains_each_prompt_once_and_asks_no_agent_again_for_a_batch(
     play, serving, tmp_path
 ):
-    """Agents draw random numbers, so a batch gets the same samples again only from the records. Odd versions draw all
-    tokens with the same probability, so the log-probability of a token shows which version drew the token."""
+    """Agents draw random numbers, so a batch gets the same samples again only from the recorded answers. Odd versions
+    draw all tokens with the same probability, so the log-probability of a token shows which version drew the token."""
     vocab, policies = serving._worker.model.vocab_size, of_versions(serving, LAST + 1)
     tokens = serving._tokenizer.encode(ASKED, start=True)
     rows = {"tokens_PT": np.asarray([tokens] * P, np.int32), "length_P": np.full(P, len(tokens)), "text": [ASKED] * P}

@@ -1,5 +1,5 @@
-"""The clocks decide without an engine: versions follow the formula, batches consist of groups that have ended, and a
-journal repeats a run."""
+"""The clocks decide without an engine: tokens have the versions of TokenClock's formula, batches consist of groups that
+have ended, and a journal repeats a run."""
 
 import dataclasses
 import random
@@ -58,14 +58,15 @@ def test_the_oldest_groups_make_the_batch_and_one_asked_again_is_waited_for():
     assert [g.index for g in choose(groups, 3, 3, 2)] == [1, 3, 0]
     assert choose(groups, 3, 5, 2) == []
     late = Group(9, 1, 4, drawn=1, repeated=True)
-    assert choose([*groups, late], 3, 2, 2) == []  # step 3 is the last that may have a token of version 1
+    assert choose([*groups, late], 3, 2, 2) == []  # step 3 is the last step that may train on a token of version 1
     assert [g.index for g in choose([*groups, late], 2, 2, 2)] == [1, 3]
     late.ended = True
     assert [g.index for g in choose([*groups, late], 3, 2, 2)] == [9, 1]
 
 
 def play(clock, seed, *, steps, size, staleness, decided=None):
-    """Ends groups at random, as engines would; with `decided`, ends them as the run that made `decided` did."""
+    """Plays steps in which groups end at random; with `decided`, the batches of an earlier run, they end as in that
+    run. Returns the batches."""
     chance, open_, batches, number = random.Random(seed), [], [], 0
     for step in range(steps):
         for old in clock.stale(step, open_):
@@ -122,7 +123,7 @@ def test_a_group_that_becomes_another_is_refused(tmp_path):
             ValueError, match=r"samples of prompt 4 in step 0 differ from their entry in run/batches\.jsonl"
         ):
             clock.batch(0, [other], 1, over=over)
-    assert clock.batch(0, [Group(4, 0, 0)], 1) == []  # this group may still end
+    assert clock.batch(0, [Group(4, 0, 0)], 1) == []  # until it ends, it may still become the recorded group
 
 
 def test_groups_of_equal_rewards_are_dropped_as_long_as_others_can_take_their_places(tmp_path):

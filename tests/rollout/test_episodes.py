@@ -1,4 +1,4 @@
-"""The pump with scripted environments: the content of rows, which does not depend on when answers come."""
+"""The pump (`EpisodePlayer`) with scripted environments: the content of rows does not depend on when they answer."""
 
 import dataclasses
 import itertools
@@ -20,7 +20,7 @@ STOPS = ("aba", "bcb", "ca")
 
 
 class Words:
-    """A dialogue of numbers: each word of an observation is a token; the special token <|250|> ends turns."""
+    """Stands in for Dialogue: each word of an observation is a token id; a stop string <|N|> is the special token N."""
 
     def encode(self, text: str, role: str = "raw", *, last: int | None = None) -> list[int]:
         return [*([] if role == "raw" else [299]), *(int(word) for word in text.split())]
@@ -33,7 +33,7 @@ class Words:
 class Scripted:
     """Implements podrl.rollout.episodes.EpisodeHost: the generator `script(task)` yields observations and gets turns.
 
-    Answers come in the order of `shuffle`, some of them late.
+    With a seed, messages of the environments come in random order, some of them late.
     """
 
     def __init__(self, script, seed: int | None = None):
@@ -156,7 +156,7 @@ def test_samples_do_not_depend_on_when_answers_come(play):
 
 
 def test_answers_before_the_next_dispatch_save_steps_and_change_no_sample(play, tight, monkeypatch):
-    """Turns end at a stop string, which is only found when the dispatch is read."""
+    """Turns end at a stop string, which is found only when the output of a dispatch is read."""
 
     def stopping(task):
         for _ in range(4):

@@ -1,4 +1,4 @@
-"""Models scored on sets of records: numbers by hand, and the commands of docs/evaluation.md."""
+"""podrl.evaluate scores models on sets of records: numbers by hand, and the commands of docs/evaluation.md."""
 
 import json
 import math
@@ -47,13 +47,14 @@ def test_numbers_by_hand():
     assert list(evaluate.summary({"right": right[:1, :1], "majority": right[:1, :1]})) == ["right"]
     seven = evaluate.summary({"right": np.ones((7, 1)), "length": np.full((7, 1), 3.0), "majority": np.ones((7, 1))})
     assert seven["right"] == {"mean": 1.0, "records": 7, "low": pytest.approx(0.6457, abs=1e-4), "high": 1.0}
-    assert seven["length"] == {"mean": 3.0, "records": 7}  # seven equal rewards tell nothing about others
+    assert seven["length"] == {"mean": 3.0, "records": 7}  # equal values do not show how much values vary
 
 
 def test_a_difference_is_taken_record_by_record():
     one = {"right": np.array([[0.0, 1], [1, 1], [0, 0]]), "majority": np.zeros((3, 1))}
     other = {"right": one["right"] + 0.25, "majority": np.ones((3, 1))}
-    assert evaluate.difference(one, other) == {"right": {"mean": 0.25, "records": 3}}  # the other score is not a share
+    # 1.25 is no share, and all differences are equal, so there is no interval.
+    assert evaluate.difference(one, other) == {"right": {"mean": 0.25, "records": 3}}
     one, other = ({"right": np.array([[float(x)] for x in text])} for text in ("0000000111", "1111100111"))
     found = evaluate.difference(one, other)["right"]
     # Five of ten records became right. The interval counts two more records, and one of the two as changed:
@@ -110,7 +111,7 @@ GIVEN = ["3+2=5.\n#### 5", "5", 5, 5.0, ["7", "#### 5"], "#### 1,200"]
 
 
 def test_answers_are_those_of_training():
-    """Answers have GSM8K's form, or are numbers or lists; accuracies and rewards read the same answer."""
+    """The records' answers have GSM8K's form, or are numbers or lists; accuracies and rewards read the same answer."""
     records = [record(answer, "1,200" if answer == GIVEN[-1] else "5") for answer in GIVEN]
     plain = evaluate.Scoring(None, RewardConfig(), 1.0, 1)
     assert plain(records)["right"].tolist() == [[1.0]] * 6
@@ -159,7 +160,7 @@ def test_the_rewards_of_a_program_are_scores():
 
 
 def test_functions_read_what_episodes_add(tmp_path):
-    """As in training, functions get 'turns' and 'model_text' only with an environment, and 'sample_text' always."""
+    """Functions get the field 'sample_text' always, the fields 'turns' and 'model_text' only with an environment."""
     said = '<answer><cite id="a-0">1473</cite></answer>'
     whole = f"<tool_output><snippet id=a-0>1473</snippet></tool_output>{said}"
     turns = [{"by": "snippet_search", "text": "", "failed": ""}, {"by": "model", "text": said}]
@@ -256,7 +257,7 @@ def test_lines_of_completions_end_where_json_lines_do(tmp_path, monkeypatch):
     sets = {"one": str(tmp_path / "p.jsonl")}
     records = {"one": score.read(sets["one"])}
     scores, _ = evaluate._scored("model", "model", sets, records, args, [], score)["one"]  # pyright: ignore[reportArgumentType]
-    assert scores["right"].tolist() == [[1.0]]  # with the digits of the file
+    assert scores["right"].tolist() == [[1.0]]  # the completion has all digits of the file's answer
 
 
 def test_gsm8k_as_it_is_published():
@@ -305,7 +306,7 @@ def test_a_run_is_scored_with_its_stop_strings_and_its_fields(tmp_path):
 
 
 def test_records_may_ask_and_answer_in_fields_of_other_names(tmp_path, monkeypatch, capsys):
-    """podrl.generate gets the names, and reward functions get question and answer by both names."""
+    """podrl.generate gets the names of the fields. Reward functions get the answer under its usual name too."""
     (tmp_path / "f.py").write_text(
         "def f(prompts, completions, answer, ask, gold, **fields):\n"
         "    return [(prompts[0], answer[0], ask[0], gold[0]) == ('How many?', '5', 'How many?', 5)]\n"
@@ -332,7 +333,8 @@ def test_records_may_ask_and_answer_in_fields_of_other_names(tmp_path, monkeypat
 
 @isolates
 def test_programs_are_tested_as_in_a_job():
-    """Half of the tests pass; an endless program is stopped by the configured limit and loses only its own score."""
+    """The first program passes half of its tests. The second never ends: the configured limit stops it, and it loses
+    only its own score."""
     given = ["--config.reward.code.tests=test_list", "--config.reward.code.score=share", "--config.reward.code.cpu_s=1"]
     config = evaluate.reward_config("code", given)
     texts = ["def add(a, b):\n    return 3", "while True: pass"]

@@ -32,7 +32,7 @@ def clean(untied, prompts_of):
 
 
 def with_nan(params, token):
-    """Makes the model produce NaN for one token."""
+    """Returns parameters in which `token` has an embedding of NaN, so that the logits after the token are NaN."""
     return {**params, "embed": params["embed"].at[token].set(np.nan)}
 
 
@@ -89,14 +89,15 @@ def test_too_many_end_the_call_and_name_the_weights(untied, clean):
     unharmed(again, whole, [])
 
 
-# An array, the changed place (sample 5 has a prompt of 20 tokens, sample 8 a short row), the new value, and the count.
+# An array, the changed place (sample 5 has a prompt of 20 tokens, sample 8 a short row), the new value, and the metric
+# that counts the fault.
 CHANGED = [
     ("mask_BT", (5, 19), 1.0, "rollout/faulty_tokens"),
     ("mask_BT", (5, 21), 0.0, "rollout/faulty_tokens"),
     ("mask_BT", (8, -1), 1.0, "rollout/faulty_tokens"),
     ("tokens_BT", (5, 2), 299, "rollout/faulty_tokens"),
-    ("piece_BT", (5, slice(21, None)), 1, "rollout/faulty_tokens"),  # the first token of a piece has no context
-    ("piece_BT", (5, slice(2, None)), 1, "rollout/faulty_tokens"),  # a piece that would begin within the prompt
+    ("piece_BT", (5, slice(21, None)), 1, "rollout/faulty_tokens"),  # a piece's first token cannot be sampled
+    ("piece_BT", (5, slice(2, None)), 1, "rollout/faulty_tokens"),  # a piece begins within the prompt
     ("logprob_BT", (5, 20), np.nan, "rollout/faulty_tokens"),
     ("logprob_BT", (5, 20), 0.5, "rollout/faulty_tokens"),
     ("version_BT", (5, 20), -1, "rollout/faulty_tokens"),

@@ -67,8 +67,8 @@ def test_a_file_of_prompts_is_completed(tmp_path, capsys):
 
 
 def _goes_on_after_a_kill(tmp_path, arguments, records):
-    """Resumes from a file with one finished prompt and a torn line. The command completes the other prompts, and the
-    file has the same texts."""
+    """Resumes from a file with one finished prompt and a torn line. The command completes the other prompts with the
+    same texts as in the first run."""
     out = tmp_path / "o.jsonl"
     args = generate._parser().parse_args(arguments)
     half = generate.OutputFile(out, generate._settings(args, generate.read_prompts(args.prompts)), args.n)
@@ -200,7 +200,7 @@ def test_a_damaged_prompts_file_of_a_model_is_named(tmp_path):
 
 
 def test_the_environment_of_completions_follows_history():
-    """A program for a run with env.history=append is tried with the same branches as in training."""
+    """With --history=append, completions of a program have the branches that training has with env.history='append'."""
     arguments = ["--model=tiny_tools", "--prompts=p", "--out=o", "--tool=calculator", "--history=append"]
     config = generate._environment(generate._parser().parse_args(arguments))
     with generate._env_client(config, Tokenizer.load(str(hub.local("tiny_tools")))) as client:

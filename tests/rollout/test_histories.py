@@ -100,7 +100,8 @@ def test_calls_are_the_same_in_any_order_of_their_arguments(histories):
     assert second == [*first, *ids_of(made, tail)]
     for other in (call('{"a": 1, "b": 3}'), call('{"b": 2, "a": 1}', "c2")):
         assert made.encode([ASK, other, output], [ADD])[: len(first)] != first
-    assert made.encode([ASK, call('{"b": 2, "a": 1}'), output], [])[: len(first)] != first  # without the tool
+    # The known answer belongs to a conversation with the tool, so it is not used without the tool.
+    assert made.encode([ASK, call('{"b": 2, "a": 1}'), output], [])[: len(first)] != first
 
 
 def test_a_template_that_drops_thoughts_gives_what_it_writes(histories):
@@ -151,7 +152,7 @@ def test_what_a_template_cannot_write_is_refused(histories):
 
 
 def test_calls_in_tags_stand_in_the_models_own_turn(histories):
-    """A call is written into its turn even if the answer is unknown, because another server gave it."""
+    """A call is written into the assistant's turn even if the answer is unknown, as when another server sampled it."""
     made = histories(PLAIN, "call_tool")
     arguments = json.dumps({"expression": "1 + 2", "digits": 2})
     call = {"id": "c1", "type": "function", "function": {"name": "calculator", "arguments": arguments}}

@@ -1,4 +1,4 @@
-"""On-policy, ratios and corrections between trainer and sampler are 1, whatever the sampling filters."""
+"""For on-policy samples, ratios and corrections between trainer and sampler are 1, whatever filters the sampler has."""
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,8 @@ SOURCES = ("current", "trainer", "sampler")
 
 @pytest.fixture(scope="module", params=SAMPLINGS)
 def scored(request, tiny, tight, policy, prompts_of):
-    """Scores samples by the trainer's forward pass: (samples, their log-probabilities, the mask of their tokens)."""
+    """Scores samples with the trainer's forward pass: (samples, the trainer's log-probabilities, layout of the
+    rows)."""
     sampling = SAMPLINGS[request.param]
     rollouts = tight.generate(policy, prompts_of([5, 20, 9, 1]), group_size=4, step=3, sampling=sampling)
     if sampling.filtered:

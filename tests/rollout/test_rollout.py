@@ -68,8 +68,10 @@ def test_any_order_gives_the_same_bits(tight, policy, prompts_of):
 
 
 def test_an_evaluation_after_another_draws_the_longest_samples_first(roomy, policy, prompts_of, monkeypatch):
-    """The second evaluation knows the lengths: it needs fewer decode steps, and its samples are bitwise the same."""
-    monkeypatch.setattr(Pace, "refills", lambda pace: pace._session.flying > 0)  # at any load of the machine
+    """The second evaluation knows the lengths of the first one's samples: it needs fewer decode steps, and its samples
+    are bitwise the same."""
+    # Without this, the number of steps would depend on the load of the machine.
+    monkeypatch.setattr(Pace, "refills", lambda pace: pace._session.flying > 0)
     prompts, how = prompts_of([5] * 40), {"group_size": 1, "step": 3, "sampling": Sampling(max_new=44, stop_ids=(17,))}
     made = []
     for mode in ("train", "train", "eval", "eval"):
@@ -134,7 +136,7 @@ def test_stop_string_truncates_exactly(tight, policy, prompts_of):
     cut = tight.generate(policy, prompts_of([5, 9]), group_size=6, step=4, sampling=sampling)
     stopped = 0
     for b, text in enumerate(cut.completions):
-        # The search includes the end token, which is no part of the completion.
+        # The search for stop strings includes the end token's text, which is no part of the completion.
         whole = letters(list(free.tokens_BT[b, free.prompts.length_P[b // 6] : free.length_B[b]]))
         at = [whole.find(s) + 3 for s in sampling.stop_strings if s in whole]
         if not at:
@@ -144,7 +146,7 @@ def test_stop_string_truncates_exactly(tight, policy, prompts_of):
         assert cut.stop_B[b] == STOP_STRING
         assert text == whole[: min(at)]
         n = cut.length_B[b] - cut.prompts.length_P[b // 6]
-        assert n == -(-min(at) // 2)  # a token is two letters: the last token has the end of the stop string
+        assert n == -(-min(at) // 2)  # a token is two letters: the last token contains the end of the stop string
         np.testing.assert_array_equal(cut.tokens_BT[b, : cut.length_B[b]], free.tokens_BT[b, : cut.length_B[b]])
     assert stopped >= 3
 
@@ -155,8 +157,8 @@ STOPS = ("aba", "bcb", "ca")
 @settings(max_examples=6, derandomize=True)
 @given(data=st.data())
 def test_extended_samples_equal_full_forward(tiny, tight, policy, prompts_of, data):
-    """Samples pause at a stop string, an end or a limit, get random tokens and go on. All their values agree with the
-    full forward pass."""
+    """Samples pause at a stop string, an end token or a limit, get random tokens and go on. All log-probabilities of
+    sampled tokens agree with the full forward pass."""
     prompts = prompts_of(data.draw(st.lists(st.integers(1, 20), min_size=1, max_size=4)))
     sampling = Sampling(max_new=30)
     session = tight.session(policy)
@@ -225,7 +227,7 @@ def test_sleep_and_wake(tight, policy, prompts_of):
     np.testing.assert_array_equal(before.tokens_BT, after.tokens_BT)
     stream = tight.stream(policy, prompts_of([5, 6]), group_size=2, step=0)
     next(stream)
-    stream.close()  # abandoned halfway: the next call starts clean
+    stream.close()  # the stream is abandoned halfway, and the next call starts clean
     again = tight.generate(policy, prompts_of([5, 6]), group_size=2, step=0)
     np.testing.assert_array_equal(before.tokens_BT, again.tokens_BT)
 
@@ -278,7 +280,7 @@ def test_pieces_fill_the_shards():
 
 
 def test_samples_are_told_of_as_they_end(tight, policy, prompts_of):
-    """The engine reports each sample once, in the order of their ends, with the values of its row."""
+    """The engine reports each sample once, when it ends, with the values of its row."""
     told, steps = [], []
     sampling = Sampling(max_new=40, temperature=3.0, stop_ids=(17, 250))
 

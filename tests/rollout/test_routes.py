@@ -110,7 +110,7 @@ def known(rollouts):
 def test_every_token_that_was_fed_has_the_routes_it_was_computed_with(
     request, tiny_on, tight_config, prompts_of, check, monkeypatch, spec, unrolled
 ):
-    """Covers unrolled and scanned layers, whole and cut experts, with and without adapters on experts.
+    """Covers unrolled and scanned layers, and experts on one device and sharded, with and without adapters.
 
     The samples' probabilities equal those of the full forward pass.
     """
@@ -199,14 +199,14 @@ def check_replayed(tiny, rollouts, shape, *, atol=1e-5):
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_trainer_on_recorded_routes_computes_the_samplers_probabilities(routed, worker, prompts_of, shared):
-    """The trainer's selection bias differs, so its own choice would differ; the weights of the experts stay the
-    same."""
+    """The trainer has another selection bias, so by itself it would choose other experts; an expert's weight in the sum
+    does not depend on the bias."""
     rollouts = worker.generate(
         Policy(routed.params, 7), prompts_of([5, 20, 9, 1]), group_size=4, step=3, sampling=SAMPLING
     )
     B = len(rollouts.length_B)
     shape = PackShape(micro_batches=1, rows=B, tokens=128, shards=2, shared=shared)
-    assert check_replayed(routed, rollouts, shape) == B  # the last tokens
+    assert check_replayed(routed, rollouts, shape) == B  # the last token of each sample has no recorded route
 
 
 def test_routes_of_windows_are_those_of_the_last_version_and_survive_a_kill(routed, worker, prompts_of):
@@ -287,7 +287,7 @@ GLM4 = {
 }
 
 
-# As Gemma 4 26B-A4B: experts beside a dense MLP, and two kinds of attention.
+# Like Gemma 4 26B-A4B, this model has experts beside a dense MLP, and two kinds of attention.
 GEMMA4 = {
     "model_type": "gemma4_text",
     "vocab_size": 320,
@@ -335,7 +335,7 @@ def test_layers_of_several_kinds_record_their_experts(
     assert len({tuple(layer) for layer in routes_L}) == layers
     B = len(rollouts.length_B)
     shape = PackShape(micro_batches=1, rows=B, tokens=128, shared=True)
-    assert check_replayed(mixed, rollouts, shape, atol=1e-4) == B  # the last tokens
+    assert check_replayed(mixed, rollouts, shape, atol=1e-4) == B  # the last token of each sample has no recorded route
 
 
 _LESS = '''
@@ -416,7 +416,7 @@ def test_branches_that_windows_cut_keep_their_routes_in_a_run_that_is_killed(tin
 
 
 def test_an_agent_that_asks_less_after_a_kill_keeps_the_routes_of_its_tokens(tiny_on, tight_config, tmp_path):
-    """The checkpoint has the routes of both answers of the branch, and only the first answer is asked for again."""
+    """The checkpoint has the routes of two answers of the branch, but the restarted agent requests only the first."""
     chatty, worker, prompts, tokenizer = chats(tiny_on, tight_config, tmp_path, ASKED)
     (tmp_path / "agents.py").write_text(f"{AGENTS}{_LESS.replace('RAN', str(tmp_path / 'ran'))}")
     how = {"group_size": 2, "step": 3, "sampling": Sampling(max_new=100)}
@@ -480,7 +480,7 @@ class Wild:
 
 @pytest.mark.nightly("podrl/engine", "podrl/models", "podrl/rollout", "podrl/environments")
 def test_a_record_of_an_agent_by_the_wall_clock_has_the_routes_of_its_tokens(tiny_on, tight_config, tmp_path):
-    """The episodes go on under a second version, whose weights are the same, as if the learning rate was 0."""
+    """The episodes go on under a second version with the same weights, as if the learning rate were 0."""
     chatty, worker, prompts, tokenizer = chats(tiny_on, tight_config, tmp_path, ASKED)
     (tmp_path / "agents.py").write_text(f"{AGENTS}{_WILD.replace('RAN', str(tmp_path / 'ran'))}")
     config = EnvironmentConfig(environment=f"{tmp_path}/agents.py:Wild")
@@ -506,6 +506,6 @@ def test_a_record_of_an_agent_by_the_wall_clock_has_the_routes_of_its_tokens(tin
     # The last token of a piece has no route, except in the two branches that were cut and then continued.
     assert unknown == pieces - 2
     again = drawn(TokenBudget(repeated=True), pauses=False)
-    assert (tmp_path / "ran").read_text() == "xx"  # no program ran again
+    assert (tmp_path / "ran").read_text() == "xx"  # no agent ran again
     for name in ("tokens_BT", "piece_BT", "mask_BT", "version_BT", "raw_logprob_BT", "route_BTX", "stop_B"):
         np.testing.assert_array_equal(getattr(one, name), getattr(again, name), err_msg=name)

@@ -65,7 +65,7 @@ def add(serving, dialect, **body):
 
 
 def run(serving, until=None):
-    """Steps until all requests are answered, or `until` steps; returns the updates for each request by its number."""
+    """Steps the server until all requests are answered, or `until` times; returns each request's updates by number."""
     outputs = {}
     for _ in itertools.count() if until is None else range(until):
         if not serving.busy:
@@ -131,7 +131,8 @@ def test_limits_and_stops_are_honoured(serving):
     text = sampled(answer(serving, completions, prompt="What", max_tokens=8, temperature=0))[0][2]
     cut = answer(serving, completions, prompt="What", max_tokens=8, temperature=0, stop=[text[3:5]])
     assert cut.choices[0].text == text[: text.index(text[3:5]) + 2] and cut.choices[0].stop == text[3:5]
-    given = [*tokens[2:3], *serving._tokenizer.eos_ids * 20]  # the server leaves out ids that end every answer
+    # The server leaves out of `stop_token_ids` the ids that end every answer, so the list is not too long.
+    given = [*tokens[2:3], *serving._tokenizer.eos_ids * 20]
     ids = answer(serving, generate, token_ids=[2, 8, 180], sampling_params={"stop_token_ids": given, "seed": 1})
     assert ids.choices[0].tokens == tokens[: tokens.index(tokens[2]) + 1]
     full = answer(serving, generate, token_ids=[2, *[20] * 150], sampling_params={"seed": 2, "temperature": 3})
@@ -235,12 +236,12 @@ def test_wrong_arguments_are_refused_by_name(argument, message):
         serve._load_model(args.model, None, None)
 
 
-# The tests use OpenAI's client, as agent programs do.
+# The tests below use OpenAI's client, as agent programs do.
 
 
 @pytest.fixture(scope="module")
 def front(serving):
-    """A front whose requests `answering` answers; its grace is long enough for every retry."""
+    """A front whose requests `answering` answers. Its `grace_s` is long enough for every retry of a client."""
     pytest.importorskip("openai", reason="needs package openai, of the extra [test]")
     settings = FrontSettings(parser="call_tool", context_tokens=160, grace_s=2 * PATIENCE_S)
     with serve.PolledFront(settings, Limits()) as front:

@@ -24,14 +24,14 @@ def params(engine, tiny):
 
 
 def prompt_of(prompts, p):
-    """Pads a prompt as a server would: to a power of two."""
+    """Pads prompt `p` to 32 tokens, a power of two, as a server would; returns the arguments of a prefill."""
     padded = np.zeros(32, np.int32)
     padded[: prompts.length_P[p]] = prompts.tokens_PT[p, : prompts.length_P[p]]
     return {"padded_tokens": jax.numpy.asarray(padded), "true_length": int(prompts.length_P[p])}
 
 
 def collect(result, slot, tokens, logprobs):
-    """Collects a call's result as a server does."""
+    """Appends the tokens that a call drew for a slot, as a server does; returns False if the sample has ended."""
     data = result.get_result_at_slot(slot)
     valid = np.asarray(data.valid[0]) > 0
     tokens += np.asarray(data.tokens[0])[valid].tolist()
@@ -40,7 +40,7 @@ def collect(result, slot, tokens, logprobs):
 
 
 def test_a_server_loop_gives_what_a_session_gives(engine, params, tight, policy, prompts_of):
-    """Compares a loop of prefill, (bulk_)insert, generate and free_resource, with refills, with
+    """A loop of prefill, bulk_insert, generate and free_resource, in which slots are refilled, gives the samples of
     `RolloutWorker.generate`."""
     prompts, G = prompts_of([5, 20, 1, 16, 9]), 3
     sampling = Sampling(max_new=25)
@@ -55,7 +55,7 @@ def test_a_server_loop_gives_what_a_session_gives(engine, params, tight, policy,
             prefix, first = engine.prefill_multisampling(
                 params=params, **prompt_of(prompts, p), num_samples=G, rng=keys_G2, sampling=sampling
             )
-            slots = [free.pop() for _ in range(G)]  # samples of both shards
+            slots = [free.pop() for _ in range(G)]  # the slots of a group may lie on both shards
             prefix = jax.device_put(prefix, engine.get_prefix_destination_sharding())
             state = engine.bulk_insert(prefix, state, slots)
             for g, slot in enumerate(slots):
@@ -82,7 +82,8 @@ def test_a_server_loop_gives_what_a_session_gives(engine, params, tight, policy,
 
 
 def test_one_sample_at_a_time_and_a_prefix_in_parts(engine, params, prompts_of):
-    """Inserts after each prefill; a prompt that is prefilled in two parts gives the same sample as in one."""
+    """Inserts one prefix into one slot. A prompt that is prefilled in two parts gives the same sample as in one
+    part."""
     prompts = prompts_of([19])
     whole = prompt_of(prompts, 0)
     keys = np.array([7, 9], np.uint32)

@@ -1,4 +1,4 @@
-"""Batches by the wall clock: every prompt once, ages within the bound, and a journal that repeats all of it bitwise."""
+"""Batches with `rollout.clock='wall'`: each prompt once, ages within the bound, bitwise repetition from the journal."""
 
 import dataclasses
 import functools
@@ -37,7 +37,7 @@ ARRAYS = ("tokens_BT", "logprob_BT", "raw_logprob_BT", "version_BT", "length_B",
 
 
 class Maker:
-    """A Generator without rewards; `clock`, a random generator, decides when weights change."""
+    """Stands in for Generator, without rewards; the random generator `clock` decides how long a window lasts."""
 
     def __init__(self, worker, sampling, clock):
         self._worker, self._sampling, self._clock = worker, sampling, clock
@@ -80,7 +80,8 @@ class Maker:
 
 
 class Interrupted(Maker):
-    """Leaves a window that is not repeated after a few dispatches; goes on under the same weights, as a host does."""
+    """Interrupts a new window after a few dispatches and continues it under the same weights, as a host does; a window
+    that is repeated from the journal is not interrupted."""
 
     def play(self, makings, policy, *, halt, on_ended):
         left = 0 if self.repeats() else self._clock.randint(0, 2)
@@ -98,7 +99,8 @@ class Interrupted(Maker):
 
 
 class Judging(Maker):
-    """Knows the rewards of a group when it is asked a second time; about half of the groups have equal rewards."""
+    """A maker whose `signal` knows a group's rewards only in its second call; about half of the groups have equal
+    rewards."""
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -117,7 +119,7 @@ def differ(tokens):
 
 
 class RepeatingBatchMaker(BatchMaker):
-    """A clock that tells the maker whether a window is repeated, and whether its batch was taken."""
+    """A BatchMaker that tells its `maker` whether the window is repeated, and whether the window's batch was taken."""
 
     def __init__(self, maker, *args):
         super().__init__(maker, *args)
@@ -144,7 +146,7 @@ def made(
     maker=Maker,
     replaced=0,
 ):
-    """Plays steps of a run in `directory` from its beginning, or from (step, open groups), up to the step `until`.
+    """Plays a run in `directory` from its beginning, or from `begin` = (step, open groups), up to the step `until`.
 
     Returns:
       The batches by step, and the content of a checkpoint after each step.
@@ -196,7 +198,7 @@ def assert_equal(one, two):
 
 
 def assert_whole(found, S):
-    """Asserts that every prompt is in exactly one batch, and no token is older than the bound."""
+    """Asserts that every prompt is in exactly one batch, and no token is older than the staleness bound."""
     assert sorted(i for batch in found.values() for i in batch.rollouts.prompts.index_P) == [*range(P * (LAST + 1))]
     for step, batch in found.items():
         versions = batch.rollouts.version_BT[batch.rollouts.version_BT >= 0]
@@ -259,7 +261,8 @@ def test_sessions_within_one_version_are_repeated(tight, policies, batches, tmp_
 
 
 def test_groups_past_the_bound_are_asked_again(tight, policies, batches, tmp_path):
-    """Prompts whose samples take longer than the bound get new samples, and a batch waits for these."""
+    """Prompts whose samples become older than the staleness bound are sampled again, and a batch waits for the new
+    samples."""
     sampling = Sampling(max_new=40, stop_ids=(17, 250))
     whole, _ = made(tight, policies, batches, sampling, tmp_path / "one", S=1, clock=5)
     assert_whole(whole, 1)
@@ -272,7 +275,8 @@ def test_groups_past_the_bound_are_asked_again(tight, policies, batches, tmp_pat
 
 @pytest.mark.parametrize("answered", [False, True])
 def test_a_killed_run_goes_on_without_losing_a_prompt(tight, policies, batches, tmp_path, answered):
-    """Decided steps are repeated, then the clock decides again; the whole run is repeated from the journal."""
+    """Steps that are in the journal are repeated, and for later steps the clock decides again. At the end another run
+    repeats all steps from the journal."""
     sampling, S = Sampling(max_new=30, stop_ids=(17, 250)), 2
     seeds = iter(range(100))
 
@@ -294,7 +298,7 @@ def test_a_killed_run_goes_on_without_losing_a_prompt(tight, policies, batches, 
         replay.mkdir()
         shutil.copy(directory / NAME, replay)
         assert_equal(both, made(tight, policies, batches, sampling, replay, clock=77, **more)[0])
-        begin = (saved_after + 1, again[saved_after + 1])  # saved while steps were repeated and groups were held back
+        begin = (saved_after + 1, again[saved_after + 1])  # a checkpoint that was saved while steps were repeated
         third, _ = made(tight, policies, batches, sampling, directory, clock=51, begin=begin, **more)
         assert_equal(third, {step: found[step] for step in third})
 
@@ -349,8 +353,8 @@ def test_a_journal_of_other_samples_is_refused(tight, policies, batches, tmp_pat
 
 
 def test_samples_out_of_time_are_so_again(tight, policies, batches, tmp_path):
-    """Samples ran out of time before their first turn, or while they waited for an answer; the repetition would have
-    time for all."""
+    """Some samples run out of time before their first turn, or while they wait for an answer. In the repetition all
+    environments answer in time, and yet the same samples must be lost."""
     clock = random.Random(3)
 
     def late(task):
@@ -392,7 +396,8 @@ def test_a_failure_ends_the_waits_for_all(tight, policies, batches, tmp_path):
 
 
 def test_a_checkpoint_of_a_pod_goes_on_in_one_process(tight, policies, batches, tmp_path):
-    """A pod's leader has read one more batch when it saves, so a part may hold more prompts than a batch."""
+    """A pod's leader has read one more batch when it saves, so a partial batch of its checkpoint may hold more prompts
+    than one batch."""
     sampling = Sampling(max_new=30)
     _, saved = made(tight, policies, batches, sampling, tmp_path, S=2, until=3)
     run, thread = types.SimpleNamespace(watchdog=Watchdog(60.0)), ThreadPoolExecutor(1)
@@ -414,7 +419,8 @@ def test_a_checkpoint_of_a_pod_goes_on_in_one_process(tight, policies, batches, 
 
 def test_runs_and_points_of_a_sample():
     assert runs_of([2, 2, -1, -1, 2, 4, 4, -1], []) == [[2, 3], [4, 5]]
-    assert runs_of([2, 2, -1, -1, 2, 4, 4, -1], [2, 3]) == [[2, 2], [2, 3], [4, 5]]  # the version changes at token 3
+    # The interruption at token 3 begins no further run, because the version changes there.
+    assert runs_of([2, 2, -1, -1, 2, 4, 4, -1], [2, 3]) == [[2, 2], [2, 3], [4, 5]]
     assert runs_of([-1], []) == []
     group = {"runs": [[[2, 3], [4, 5]], [], [[3, 7]]], "tokens": [5, 0, 8], "late": [1, 2]}
     found = [list(in_sessions([("a", sessions_of(group, version))])) for version in (1, 2, 3, 4)]

@@ -1,4 +1,4 @@
-"""Batches made in windows: versions by the formula, bits that depend on the sample alone, and partial samples."""
+"""Batches sampled in windows: token versions follow a formula, samples depend on no other, kills change nothing."""
 
 import dataclasses
 import itertools
@@ -28,7 +28,7 @@ ARRAYS = ("tokens_BT", "logprob_BT", "raw_logprob_BT", "version_BT", "length_B",
 
 
 class Maker:
-    """A Generator without rewards."""
+    """Stands in for Generator, without rewards."""
 
     def __init__(self, worker, sampling, calls=None):
         self._worker, self._sampling, self._calls = worker, sampling, calls
@@ -41,7 +41,7 @@ class Maker:
         return types.SimpleNamespace(step=step, player=player)
 
     def play(self, makings, policy, *, halt=None, on_ended=None):
-        assert halt is None  # windows end by their samples alone
+        assert halt is None  # under the token clock only the samples' numbers of tokens end a window
         rows = [(making.player, quantum) for making, quantum in makings]
         for _ in self._worker.advance(policy, rows, calls=self._calls):
             pass
@@ -61,7 +61,8 @@ def experience_of(rollouts):
 
 
 def made(worker, policies, batches, sampling, *, S, quantum, restarts=(), calls=None, env_client=lambda: None):
-    """Returns the batches of a loop with staleness S; after the steps in `restarts` another process goes on."""
+    """Returns the batches of a loop with staleness S; at the steps in `restarts` a new BatchMaker resumes from a
+    checkpoint, as another process would."""
     worker.env_client = env_client()
     thread, run = ThreadPoolExecutor(1), types.SimpleNamespace(watchdog=Watchdog(60.0))
     settings = RolloutConfig(window_tokens=quantum, steps_per_dispatch=4, max_tokens_to_generate=44)
@@ -69,7 +70,7 @@ def made(worker, policies, batches, sampling, *, S, quantum, restarts=(), calls=
     windows = BatchMaker(Maker(worker, sampling, calls), thread, run, lengths)
     found, flying, submitted = [], [], 0
     for step in range(LAST + 1):
-        thread.submit(lambda: None).result()  # ends the window, as if weights were moved on that thread
+        thread.submit(lambda: None).result()  # waits for the window's end, as a move of weights on this thread would
         windows.publish(policies[step])
         if step in restarts:
             pending = [again(batch.complete()) for batch in flying]
@@ -131,7 +132,8 @@ def test_a_request_that_comes_while_others_are_sampled_gives_what_it_gives_alone
     players, order = [(asked[0], None)], []
     for player, _ in tight.advance(policies[1], players):
         order.append(asked.index(player))
-        if len(players) < len(asked):  # as soon as a sample has ended, and after the last sample of all earlier batches
+        # The second request comes as soon as a sample has ended, the third after the last sample of the first two.
+        if len(players) < len(asked):
             last = len(order) == G * len(batches[0].length_P) * len(players)
             players += [(asked[len(players)], None)] * (len(players) == 1 or last)
     assert sorted(order) == [0] * 9 + [1] * 9 + [2] * 9 and order.index(1) < 9 and order[18:] == [2] * 9
@@ -152,7 +154,7 @@ def test_the_ratio_to_the_version_that_drew_a_token_is_1_under_filters(tight, ti
         versions = set(version_BT[sampled_BT].tolist())
         assert versions == ({b} if S == 0 else versions) and versions <= {max(b - 2, 0), max(b - 1, 0)} | {b * (S == 0)}
         (B, T), width = rollouts.tokens_BT.shape, 17 + 40
-        # One row is added, because the rows are split over the mesh.
+        # A tenth row is added, so that the mesh's two shards divide the number of rows.
         tokens_BT = np.pad(rollouts.tokens_BT, ((0, 1), (0, width - T)))
         place_BT = np.tile(np.arange(width), (B + 1, 1))
         segment_BT = (place_BT < np.append(rollouts.length_B, 0)[:, None]).astype(np.int32)
@@ -259,7 +261,7 @@ def test_a_batch_of_several_hosts_is_cut_for_as_many_or_others(tight, policies, 
         for name, values in part.rows.items():
             np.testing.assert_array_equal(mine.rows[name], values)
     assert len(whole.samples) == 18
-    (share,) = share_of([whole.prompts], 1, 4)  # with other hosts than before
+    (share,) = share_of([whole.prompts], 1, 4)  # for four hosts instead of two
     mine = cut(whole, share, 1)
     assert len(share.length_P) == 2 and list(mine.samples) == list(whole.samples[3:9])
     np.testing.assert_array_equal(mine.rows["count_B"], whole.rows["count_B"][3:9])

@@ -41,8 +41,8 @@ def test_resuming_drops_later_records_and_a_torn_line(tmp_path):
 
 
 def test_tensorboard_reads_the_events(tmp_path):
-    """Another library's protocol buffers and checksums read the events. The events of a later start hide those of
-    the steps that it repeats."""
+    """tensorboardX parses the events and confirms their checksums. A resumed run writes a START event, with which
+    TensorBoard hides the older events of the repeated steps."""
     from tensorboardX import crc32c
     from tensorboardX.proto import event_pb2
 

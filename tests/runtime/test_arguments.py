@@ -1,4 +1,4 @@
-"""The help of every command: what a user types, and the default of every option."""
+"""The help of every command shows what a user types, and the default of every option."""
 
 import argparse
 import ast

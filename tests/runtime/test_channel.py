@@ -69,7 +69,7 @@ def test_what_was_dropped_is_not_served_to_a_later_question(pair):
     a, b = pair
 
     def drops(_):
-        """Drops the message on the channel's thread, when the question for it has arrived and will be read next."""
+        """Drops the message 'old' on the channel's thread, when the request for it has arrived and is read next."""
         until(lambda: a._server.getsockopt(zmq.EVENTS) & zmq.POLLIN, "the question")
         a.drop("old")
         return Message()
@@ -80,7 +80,7 @@ def test_what_was_dropped_is_not_served_to_a_later_question(pair):
     call = b.request(a.address, "call", "drops", Message())
     question = b.request(a.address, "get", "old", Message())
     call.wait(PATIENCE_S, "drops")
-    assert b.get(a.address, "other", deadline_s=PATIENCE_S).value == 8  # a later question on the same connection
+    assert b.get(a.address, "other", deadline_s=PATIENCE_S).value == 8  # a later request on the same connection
     assert not question.done
 
 
@@ -253,7 +253,7 @@ def test_a_process_busy_in_c_is_not_lost_and_a_stopped_one_is():
         watcher.watch(address, lost.set)
         peer.stdin.write("\n")
         peer.stdin.flush()
-        assert watcher.get(address, "still", deadline_s=60).value == 2  # ten times the allowed silence later
+        assert watcher.get(address, "still", deadline_s=60).value == 2  # it comes after ten times `silence_s`
         assert not lost.is_set()
         peer.send_signal(signal.SIGSTOP)
         assert lost.wait(30)

@@ -262,7 +262,7 @@ FLAGS = {"coordinator": "h0:9000", "process_id": "1", "num_processes": "4"}
 
 
 def test_flags_say_the_place_where_no_platform_does():
-    found = detect.detect({"TPU_WORKER_ID": "3", "TPU_WORKER_HOSTNAMES": "a,b"}, flags=FLAGS)  # the flags win
+    found = detect.detect({"TPU_WORKER_ID": "3", "TPU_WORKER_HOSTNAMES": "a,b"}, flags=FLAGS)  # flags win
     assert found == detect.Cluster("flags", "shared", 1, 4, coordinator="h0:9000")
     arguments = found.distributed_arguments
     assert arguments["coordinator_address"] == "h0:9000" and arguments["process_id"] == 1

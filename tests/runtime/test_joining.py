@@ -1,4 +1,4 @@
-"""Joining a job: jax's cluster with patient heartbeats on every platform, and a missing service."""
+"""Joining a job: heartbeats outlast a compilation on every platform; a missing leader is awaited, a proxy named."""
 
 import contextlib
 import inspect

@@ -27,7 +27,8 @@ hosts = Hosts((0,), tuple(range(1, 1 + int(rollouts))))
 pod = local_pod.LocalPod(command, hosts, replace_rollouts=replace == "True", environment=os.environ, again="again")
 sys.exit(pod.run())
 """
-# Some processes end first; the others wait until the launcher has read their exit codes (until then their ids exist).
+# Processes whose index is in `first` end first. The others wait until the launcher has read the exit codes of the first
+# ones, whose ids exist until then.
 _TURNS = """
 def turns(folder, first):
     folder = pathlib.Path(folder)
@@ -43,7 +44,7 @@ _PREAMBLE = "import os, pathlib, signal, sys, time\nindex = int(os.environ['PODR
 def _start(
     program: str, *, replace_rollouts: bool = False, grace_s: float = 20.0, rollouts: int = 2
 ) -> subprocess.Popen:
-    """Starts one trainer (index 0) and two rollouts (1, 2) that run `program`; '' only sleeps."""
+    """Starts a pod of one trainer (index 0) and `rollouts` rollout hosts that run `program`; '' only sleeps."""
     program = program and _PREAMBLE + program
     command = [sys.executable, "-c", _POD, program, str(replace_rollouts), str(grace_s), str(rollouts)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -200,8 +201,10 @@ while index == 0 and not (started.exists() and len(started.read_text()) == 3):
 
 
 def test_a_job_that_hosts_may_join_goes_on_without_any_of_its_own(monkeypatch, tmp_path):
-    """Hosts join with the secret of the user who started the job; the leader knows whether any host is left."""
-    gone = "turns({folder!r}, [1] * 6)\nsys.exit(42 if index else 0)"  # a first start, and five more
+    """Only if the user has set PODRL_SECRET, other hosts can join. Then the leader decides whether a job without hosts
+    of its own ends."""
+    # The rollout host is started once, and five times again.
+    gone = "turns({folder!r}, [1] * 6)\nsys.exit(42 if index else 0)"
     program = _TURNS + gone.format(folder=str(tmp_path / "alone"))
     code, _, err = _run(program, replace_rollouts=True, grace_s=0.3, rollouts=1)
     assert code == 42 and "the other processes must end too" in err

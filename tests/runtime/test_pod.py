@@ -130,7 +130,7 @@ def test_the_leader_stays_until_the_others_have_closed_their_connections(three):
 
 
 def test_what_a_process_says_that_is_lost_already_ends_no_job(three, monkeypatch):
-    """For example, a frozen process wakes up when other hosts have taken over its work."""
+    """For example, a process that was frozen wakes up after other hosts have taken over its work."""
     leader, _, rollout = three
     ended: list[int] = []
     monkeypatch.setattr(leader, "_end", lambda code, text, **_: ended.append(code))
@@ -144,7 +144,7 @@ def test_what_a_process_says_that_is_lost_already_ends_no_job(three, monkeypatch
 
 @pytest.mark.parametrize("process", [1, 2], ids=["its own", "another's"])
 def test_a_process_at_the_address_of_a_dead_one_is_not_taken_for_it(process):
-    """If the leader took the new process's request for a repeated one of the dead process, no roster would list the
+    """If the leader took the new process's request for a repeated request of the dead process, no roster would list the
     new process."""
     with joined(Hosts((0,), (1, 2)), disposable=True) as (leader, first, _):
         port = int(first.channel.address.rpartition(":")[2])
@@ -172,7 +172,7 @@ def test_a_process_at_the_address_of_a_dead_one_is_not_taken_for_it(process):
 
 
 def test_a_process_of_another_job_is_told_so_each_time_it_asks(three):
-    """The first answer may be lost on the way."""
+    """The first refusal may be lost on the way, so a repeated request is refused again."""
     leader, trainer, _ = three
     other = Seat(1, Hosts((0,), (1, 2)), leader.channel.address, "s")
     said = {"process": 1, "address": trainer.channel.address, "endpoint": trainer.channel.number, "host": "h", "pid": 7}
@@ -207,7 +207,8 @@ def test_a_job_whose_network_failed_asks_for_a_restart(three, monkeypatch, capsy
     assert launch._report(error, three[1:2])[0] == several
     in_full = several == 1 and isinstance(error, RuntimeError)
     assert capsys.readouterr().err.startswith("RuntimeError:" if in_full else "podrl: error:")
-    assert three[0].first_to_fail() == (several == 42)  # a lost connection leaves the full error to others
+    # A process that lost a connection leaves it to other processes to print their error in full.
+    assert three[0].first_to_fail() == (several == 42)
 
 
 def test_a_wait_ends_with_the_name_of_who_is_late_and_of_what(three):

@@ -124,7 +124,7 @@ def test_time_is_kept_by_stage(capfd):
     spent = watchdog.take_spent()
     watchdog.close()
     assert spent["a"] >= 0.02 and spent["c"] >= 0.01 and spent["b"] >= 0
-    assert sum(spent.values()) <= time.monotonic() - started  # c is not part of b
+    assert sum(spent.values()) <= time.monotonic() - started  # the time of stage c does not count in stage b, too
     assert watchdog.take_spent() == {}
     assert capfd.readouterr().err == ""
 

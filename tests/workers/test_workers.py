@@ -17,7 +17,7 @@ from podrl.workers import process as workers
 from podrl.workers.process import DiedError, Functions, LateWorkerError, Loop, Pool, reap
 from podrl.workers.user_code import Limits
 
-MODULE = "podrl.data.mapper"  # the smallest function: takes records, returns records
+MODULE = "podrl.data.mapper"  # the simplest worker: its functions take records and return records
 
 CODE = r"""
 import fcntl, os, pathlib, signal, stat, struct, subprocess, time
