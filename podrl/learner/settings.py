@@ -344,9 +344,9 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
     def formula(self, max_tokens: int) -> str:
         """Writes the advantage and the loss with their numbers in plain text, a teacher's part included."""
         rewards, policy, teacher = self.estimator().formula(), self.policy_loss(max_tokens), self.distillation
-        if teacher is None and not self.uses_rewards and self._scaled_by_advantage:
-            return policy.formula_without_advantage()
         if teacher is None or not teacher.coef:  # only some sources of a mixture have a teacher; `describe` names them
+            if self._scaled_by_advantage and not self.uses_rewards:
+                return policy.formula_without_advantage()
             return f"{rewards}\n{policy.formula()}"
         if teacher.sampled or teacher.reward_coef:
             return teacher.formula(rewards, policy.formula())

@@ -286,6 +286,9 @@ def test_the_dry_run_tells_what_differs_for_samples_of_a_source():
         "samples of chat have settings of their own: teacher_coef=0.5, reward_coef=0.0",
         "advantages times 2",
     ]
+    untaught = {"teacher_coef": 0.5, "reward_coef": 0.0}
+    nothing = config(sources={"chat": untaught}, reward_coef=0.0, beta=0.0, observation_coef=0.1)
+    assert "group" not in nothing.formula(8), "no advantage enters the loss"
     plain = {"chat": {"policy_loss_fn": "gpg"}}
     assert any("has no ratio" in warning for warning in config(sources=plain).warnings(1))
 
