@@ -114,7 +114,7 @@ class ClusterConfig:
         check_engine(self.rollout_engine, self.rollout())
 
     def _check_modes(self) -> None:
-        """Refuses a `rollout_config` of another type, and settings of Mode.EVAL that would have no effect."""
+        """Refuses a `rollout_config` of a wrong type, and settings of Mode.EVAL that would have no effect."""
         given = self.rollout_config
         if isinstance(given, RolloutConfig):
             return

@@ -1,4 +1,4 @@
-"""Self-attention over packed rows, by four algorithms: causal, with segments, shared tokens, windows, caps, sinks."""
+"""Causal self-attention over packed rows, with windows, soft caps and sinks; four algorithms compute it."""
 
 import functools
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from podrl.models import time_cut
 NEG_INF = -1e30
 # Name under which remat policies may keep the values that attention's backward pass needs besides q, k and v.
 ATTENTION_NAME = "attention"
-# Default tokens of a block. A row of at most this length is one block, and all its scores are computed at once.
+# Default number of tokens in a block. A shorter row is one block, and all its scores are computed at once.
 BLOCK = 512
 _LANES = 128
 
@@ -389,7 +389,7 @@ def _join(blocks: Array) -> Array:
 
 
 def on_tpu(mesh: Mesh | None) -> bool:
-    """True if the devices of a mesh are TPUs; None asks about the devices of this process."""
+    """True if the devices of a mesh are TPUs. Without a mesh (None), JAX's default devices are meant."""
     device = mesh.devices.flat[0] if mesh is not None else jax.devices()[0]
     return device.platform == "tpu"
 
@@ -420,7 +420,7 @@ def _splash(
     windows: tuple[int, ...],
     interpret: bool,
 ) -> Array:
-    """Runs JAX's TPU kernel; windows are compiled in, with one branch for each window that is shorter than the row."""
+    """Runs JAX's TPU kernel, which needs the window at compile time: each window shorter than the row gets a branch."""
     T = q_BTNH.shape[1]
     short = [w for w in windows if w < T]
     run = [functools.partial(_splash_one, window=w, softcap=softcap, interpret=interpret) for w in (*short, T)]

@@ -632,7 +632,10 @@ def _yarn(rope: JsonObject, theta: float, limit: int | None, where: str) -> Rope
 
 
 def _stretched(scaling: RopeScaling) -> int:
-    """Returns the context length with YaRN, tokens; other fields of a file may give the length without YaRN."""
+    """Returns the context length that YaRN stretches to, tokens; 0 for other scalings.
+
+    With YaRN, max_position_embeddings may be the length before stretching.
+    """
     return round(scaling.factor * scaling.original_length) if scaling.kind == "yarn" else 0
 
 

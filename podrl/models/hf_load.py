@@ -197,7 +197,7 @@ def _other_part(name: str, config: ModelConfig) -> str:
     """Returns the name of the part that a tensor belongs to; '' if this part is the text decoder.
 
     Files of GLM 4.5 hold further layers after the decoder's last layer, which predict several tokens at once. Files of
-    small Gemma 4 models may hold unused projections of keys and values, in layers that reuse those of other layers.
+    small Gemma 4 models may hold unused key and value projections in layers that reuse the keys and values of others.
     """
     if match := _OTHER_PARTS.fullmatch(name):
         return match[1]

@@ -272,9 +272,9 @@ def _on_device(
     Args:
       x_BTD: the device's tokens.
       weights: the device's parts of router and experts.
-      index, config, tpu: arguments of `feed_forward`.
+      index, config, tpu: the arguments of `feed_forward` with these names.
       given: arguments of `feed_forward` that are not None: 'route', 'router', 'real' and 'balance'.
-      layout: the device's place.
+      layout: how tokens and experts are cut over the devices.
     """
     experts = config.experts
     assert experts is not None
@@ -746,7 +746,7 @@ def _block_products(leaves: Mapping[str, Array], g: Array) -> _Products:
 
 
 def _biases(leaves: Mapping[str, Array], g: Array) -> Callable[[str, int | None], Array | None]:
-    """Builds the function `bias` of `_Products` for rows of expert `g`, or for rows each with its own expert."""
+    """Builds the function `bias` of `_Products`; `g` is the expert of all rows, or an array with each row's expert."""
     return lambda name, part: leaves[f"{name}_bias"][_at(g, part)] if f"{name}_bias" in leaves else None
 
 

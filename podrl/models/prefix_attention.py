@@ -415,7 +415,7 @@ class _Call:
 
     Attributes:
       rows: shape of an array with one number per query, padded to whole blocks.
-      of_queries: block specification of such an array.
+      of_queries: block specification of an array of shape `rows`.
     """
 
     def __init__(self, q_BNHT: Array, where: Where, static: _Static, *, by_keys: bool = False):

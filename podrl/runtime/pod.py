@@ -79,8 +79,8 @@ class Pod:
         self._late_numbers: set[int] = set()  # numbers of the processes that joined later
         # The number that each request has got. A request may be served twice, and must then get the same number again.
         self._number_of_request: dict[str, int] = {}
-        # Numbers reserved for the hosts of a replica that have not asked for theirs yet: by (cluster, index of the
-        # replica in the cluster), then by the host's place in the replica.
+        # Numbers reserved for those hosts of a replica that have not asked for their number yet: by (cluster, index of
+        # the replica in the cluster), then by the host's place in the replica.
         self._parts: dict[tuple[str, int], dict[int, int]] = {}
         self._leavers: set[int] = set()
         self._lost_processes: set[int] = set()
@@ -187,7 +187,7 @@ class Pod:
           moved: function that returns True once another process has to be asked; called every half second.
 
         Raises:
-          ChannelError: the message was not there within the deadline.
+          ChannelError: the message was not offered within the deadline.
           MovedError: `moved` returned True.
         """
         return self._ask(process, "get", key, Message(), deadline_s, moved)

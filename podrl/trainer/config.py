@@ -39,7 +39,7 @@ from podrl.types import PyTree
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RLTrainingConfig(AdamSettings):
-    """Settings of the trainer: steps, batch splits and optimizer. The first group has Tunix's names and defaults.
+    """Settings of the trainer: steps, batch splits and optimizer. The first fields have Tunix's names and defaults.
 
     AdamSettings has the optimizer's other settings.
 
