@@ -102,10 +102,10 @@ def _hosts(args: argparse.Namespace) -> Hosts:
 
 @contextlib.contextmanager
 def _others(args: argparse.Namespace, pod: Pod) -> Iterator[list[float]]:
-    """Simulates all hosts but the leader while the context lasts.
+    """Simulates all hosts but the leader for the time of a `with` block.
 
-    The context gives a list. When the context has ended, the list holds the processor seconds per step of each process
-    that simulated hosts.
+    The block gets a list. When the block has ended, the list holds the processor seconds per step of each process that
+    simulated hosts.
     """
     members = [p for p in range(pod.seat.hosts.count) if p]
     command = [sys.executable, "-m", "benchmarks.pod"]

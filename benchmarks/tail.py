@@ -27,7 +27,7 @@ def measure(bench: Any, args: argparse.Namespace) -> dict[str, Any]:
       decode_steps, decode_steps_whole: decode steps per training step in windows, and with whole batches (a staleness
         of 1).
       fewer_steps: decode_steps_whole over decode_steps.
-      bound_*: the same three figures by a simulation without dispatches.
+      bound_*: the same three figures, simulated without dispatches: every free lane takes the next sample at once.
       mixed_samples: share of samples that several versions drew.
       prefill_tokens, prefill_tokens_whole: tokens that prefill computed per training step, prompts included.
       lane_utilisation: sampled tokens over lane places of all decode steps, in windows.
@@ -64,7 +64,7 @@ def measure(bench: Any, args: argparse.Namespace) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class _Played:
-    """A played window: the engine's counts, processor seconds, and the model's decode steps and prefill calls."""
+    """A played window: the engine's counts, processor seconds, and the predicted decode steps and prefill calls."""
 
     stats: Any
     cpu_s: float

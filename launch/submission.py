@@ -25,7 +25,8 @@ HELP = "a directory with your code, configuration and small data files; it is co
 CODE_BYTES = 32 << 20
 CODE_FILES = 10_000
 _CONFIGS = pathlib.Path(__file__).resolve().parent.parent / "configs"
-# Never code: files that git, Python, editors and runs write. A directory with metrics.jsonl belongs to a run.
+# Names that are never sent as code: git, Python, editors and runs write these files and directories. A directory with
+# metrics.jsonl belongs to a run.
 _NEVER = frozenset(
     {".git", ".hg", "__pycache__", ".venv", ".env", ".ipynb_checkpoints", ".pytest_cache", ".ruff_cache"}
 )
@@ -44,7 +45,7 @@ _WORDS = ("data.system_prompt", "env.system_prompt")  # texts for a model, in wh
 
 @dataclasses.dataclass(frozen=True)
 class Code:
-    """A directory of the user's code, as it goes to the hosts.
+    """A directory of the user's code, as it is sent to the hosts.
 
     Attributes:
       directory: the directory on this machine.
@@ -233,7 +234,7 @@ def check_job(config: str, extra: Sequence[str], chips: Mapping[str, int], *, co
       config: value of podrl's --config; its settings are known only if the file and ml_collections are on this machine.
       extra: further podrl flags.
       chips: number of chips of each role ('trainer', 'rollout'), or of 'all' together; JAX devices count as chips.
-      code: the user's code that goes along, in which relative paths are looked up; None for none.
+      code: the user's code that is sent with the job, in which relative paths are looked up; None for none.
 
     Raises:
       ValueError: the model path is empty, a file or directory (code included) is only on this machine, or a mesh has
@@ -288,7 +289,7 @@ def check_flags(config: str, extra: Sequence[str], code: Code | None = None) -> 
     Args:
       config: value of podrl's --config.
       extra: further podrl flags.
-      code: the user's code that goes along; None for none.
+      code: the user's code that is sent with the job; None for none.
 
     Raises:
       ValueError: podrl refuses the configuration file or a flag.

@@ -329,7 +329,7 @@ class AveragedState:
 
 @flax.struct.dataclass
 class Policy:
-    """Weights on the rollout mesh, in the rollout dtype; `version` is the training step that produced them."""
+    """Weights on the rollout mesh, in the rollout dtype; `version` is the number under which they were published."""
 
     params: PyTree
     version: int = flax.struct.field(pytree_node=False)

@@ -36,7 +36,7 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
       versions of TRL's packages. With Tunix, the figures that compare_tunix.py prints.
 
     Raises:
-      ValueError: an environment cannot be built, or a side failed; its last lines.
+      ValueError: an environment cannot be built, or a side failed; the message has the side's last lines.
     """
     parser = argparse.ArgumentParser(prog="python -m benchmarks peers", description=__doc__)
     parser.add_argument("--peer", required=True, choices=("trl", "tunix"))

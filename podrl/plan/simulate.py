@@ -34,8 +34,8 @@ class Speeds:
       call_s: seconds of a prefill call of all shards, of about `rollout.prefill_tokens` tokens (rows times length).
       update_s: seconds of log-probabilities and updates of a batch.
       move_s: seconds of a weight move, in which neither side works.
-      begin_s: seconds of all other work of a window. A window is the time between two weight moves, in which samples are
-        drawn.
+      begin_s: seconds of all other work of a window. A window is the time between two weight moves; samples are drawn
+        in it.
       plan_s: seconds in which the host plans a dispatch.
       score_s: seconds of a batch's rewards, after its last sample.
     """
