@@ -15,8 +15,8 @@ from typing import Any
 import podrl.agent
 from benchmarks.model import fake_devices
 
-_TURNS = 3  # requests of a slow episode
-_CONTEXT = 512  # tokens of a prompt and its answer
+_TURNS = 3  # number of requests of a slow episode
+_CONTEXT = 512  # greatest number of tokens of a prompt with its answer
 _QUESTION = "How many of the letters of this sentence, counted one after the other without the spaces, are vowels? "
 
 

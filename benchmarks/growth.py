@@ -21,7 +21,7 @@ _MODELS = {
     30: (8, 512, 1536, 16, 8192),
     100: (12, 768, 2304, 24, 16384),
 }
-_GROUP = 8  # samples of a prompt
+_GROUP = 8  # number of samples per prompt
 _JOB = ("--prompt_len=40:60", f"--group={_GROUP}")  # lengths of the default job's prompts
 _SHORT = (*_JOB, "--completion_len=15:35", "--src=fsdp=1", "--steps=2")
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from benchmarks.model import fake_devices
 
-_MEMBERS = 4  # lanes that share a page in one read
+_MEMBERS = 4  # number of lanes that share a page in one read
 _BLOCK = 64  # a multiple of the number of reads that XLA's form of decoding computes at once
 
 

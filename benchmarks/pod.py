@@ -26,7 +26,7 @@ from podrl.runtime.roles import Hosts
 from podrl.types import NO_EPISODE, STOP_EOS, Experience, Policy, Prompts, Rollouts, blank_columns
 
 DEADLINE_S = 600.0
-_SKIPPED = 1  # the first step makes every connection
+_SKIPPED = 1  # number of first steps that do not count: the first step makes every connection
 
 
 def run(argv: Sequence[str]) -> dict[str, Any]:

@@ -239,8 +239,8 @@ def _pack(sample: dict[str, np.ndarray], placement: Any) -> Any:
         "advantage_BT": placement.scatter(advantage_BT, where_BT=sample["mask_BT"]),
         "kl_scale": 1.0,
     }
-    # Whatever else the loss reads per token gets random numbers of the size of log-probabilities: their values do not
-    # change the time.
+    # All other arrays that the loss reads get random numbers of the size of log-probabilities, because their values do
+    # not change the time.
     required = [field.name for field in dataclasses.fields(ReferencedRows) if field.default is dataclasses.MISSING]
     others = {name: logprob_BT for name in required if name not in given}
     return placement.batch(ReferencedRows(**given, **others))

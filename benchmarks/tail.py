@@ -17,7 +17,8 @@ MEAN, SIGMA = 5.0, 0.9  # mean and standard deviation of the logarithm of a samp
 def measure(bench: Any, args: argparse.Namespace) -> dict[str, Any]:
     """Generates batch after batch, in windows and as whole batches; the lengths of samples are drawn in advance.
 
-    Lengths are log-normal, up to --max_new; every window decodes what a training step with `staleness` needs.
+    Lengths are log-normal, up to --max_new. A window is the time of one training step: in it the samples of the batch
+    that trains next end, and the samples of up to `staleness` - 1 later batches draw their quanta.
 
     Args:
       bench: a benchmarks.rollout.Bench whose samples end by their lengths alone.
@@ -33,7 +34,8 @@ def measure(bench: Any, args: argparse.Namespace) -> dict[str, Any]:
       lane_utilisation: sampled tokens over lane places of all decode steps, in windows.
       window_cpu_s, predicted_cpu_s: processor seconds of a window, measured, and predicted by the model of podrl.plan
         --lengths from the speeds of whole batches.
-      window_cpu_s_whole, predicted_cpu_s_whole: the same for whole batches, predicted from the speeds of windows.
+      window_cpu_s_whole, predicted_cpu_s_whole: the same two figures for whole batches, predicted from the speeds of
+        windows.
     """
     lengths = [_lengths(args, step) for step in range(STEPS)]
     staleness = max(args.staleness, 1)

@@ -16,7 +16,7 @@ from podrl.rundir import identity
 from podrl.rundir.metrics import read_metrics
 from podrl.rundir.trace import read_step, traced_steps
 
-_WARM = 8  # steps that compile and fill the windows
+_WARM = 8  # number of first steps that do not count: they compile, and fill the windows
 
 
 def _parser() -> argparse.ArgumentParser:

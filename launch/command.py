@@ -114,7 +114,7 @@ def job_name(name: str, limit: int, flag: str = "--name") -> str:
 
     Args:
       name: the requested name.
-      limit: characters left once Kubernetes has appended role, slice and host.
+      limit: number of characters that are left for the name once Kubernetes has appended role, slice and host.
       flag: flag that gave the name, for the message.
 
     Raises:

@@ -43,7 +43,7 @@ class Prompts:
 
     Attributes:
       tokens_PT: prompt tokens, right-padded with the pad id.
-      length_P: tokens in each prompt, at least 1.
+      length_P: number of tokens in each prompt, at least 1.
       index_P: position of each prompt in the data stream since step 0; part of every sample's random key.
       text: the prompts as text, one per row.
       fields: task fields handed to reward functions, each a sequence of P values (question, answer, ...).

@@ -19,7 +19,7 @@ from benchmarks.peers.trl_job import REWARDS
 
 _HERE = pathlib.Path(__file__).resolve().parent
 _ROOT = _HERE.parents[1]
-_SKIPPED = 2  # steps at the beginning, in which podrl compiles
+_SKIPPED = 2  # number of first steps that do not count, because podrl compiles in them
 
 
 def run(argv: Sequence[str]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from podrl.algorithms.kl import LOG_RATIO_LIMIT
 from podrl.algorithms.segments import masked
 from podrl.types import Mask, Ratio
 
-_STALE = "_stale_"  # stands between name and age in the name of a metric by age
+_STALE = "_stale_"  # separates a metric's name from the age of its tokens, as in sampler/abs_diff_stale_2
 
 # Moments of the trainer's (x) and the sampler's (y) probabilities. `pearson` computes the correlation from their means,
 # once these are summed over all micro-batches and hosts.

@@ -69,7 +69,7 @@ class ClusterConfig:
     rollout_engine: str | type = "vanilla"
 
     def __post_init__(self):
-        refuse_inside()  # before models are loaded
+        refuse_inside()  # refuses worker processes, which must not train, before models are loaded
         roles = self.role_to_mesh
         require(isinstance(roles, Mapping), "role_to_mesh", roles, "a mapping of roles to meshes")
         for role in (Role.ACTOR, Role.ROLLOUT):

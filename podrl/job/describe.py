@@ -186,7 +186,7 @@ def _sources(job: Job) -> Table:
     return Table("Sources", columns, table)
 
 
-_LOOK = 256  # records of a source's files that are searched for questions
+_LOOK = 256  # number of records of a source's files that are searched for questions
 _FEW = 10  # with fewer held-out records than this, comparing two evaluations says nothing
 
 

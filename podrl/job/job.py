@@ -178,7 +178,7 @@ def scratch_model(config: ScratchModel, vocab_size: int, mesh: Mesh, seed: int, 
 
     Args:
       config: sizes of the model.
-      vocab_size: tokens of the vocabulary.
+      vocab_size: number of tokens in the vocabulary.
       mesh: mesh of the trainer.
       seed: seed of the parameters.
       here: True if the mesh has devices of this process.
@@ -237,7 +237,8 @@ def run(
     role = TRAINER if pod is None else pod.seat.hosts.role(pod.seat.process)
     on = meshes(job.roles, pod.seat.hosts if pod else None, split=link is not None, role=role)
     # Code that cannot be loaded, a record that cannot be rendered, or a misspelt reward fails before models are loaded.
-    if _generates(pod) and not asks_template(environment_config(job.env)):  # else tools_of_prompts has loaded them
+    # If prompts name tools, tools_of_prompts has loaded the environments already.
+    if _generates(pod) and not asks_template(environment_config(job.env)):
         with announce_if_long("Loading the environments and tools ...", log):
             check_environments(job, secrets=True)
     tokenizer = Tokenizer(job.model.tokenizer(job.tokenizer), tools=tools)

@@ -62,7 +62,7 @@ def attention(
         `block` scores and skips blocks in which no key is seen. 'splash' is JAX's TPU kernel, and 'prefix' is podrl's
         TPU kernel for `shared`. 'auto' takes the matching kernel on TPU if T is a multiple of 128 and H of 64 (splash
         also needs `windows`), and 'blockwise' elsewhere.
-      block: tokens of a block for 'blockwise', and the largest block for 'prefix'.
+      block: number of tokens in a block of 'blockwise', and in the largest block of 'prefix'.
       interpret: True if the TPU kernels run interpreted on CPU, which is slow.
 
     Raises:
@@ -200,7 +200,7 @@ def _blockwise(
 
     Args:
       shared: last_BT and position_BT, or nothing.
-      block: tokens of a block.
+      block: number of tokens in a block.
       order: block numbers of the queries, in one array, if the queries are only some blocks of the row; the length of
         the row is then a multiple of `block`. () if the queries are the whole row.
     """
@@ -223,7 +223,7 @@ def _blockwise(
 Where = tuple[Array, ...]
 
 
-# One array with the number, in the row, of each block of queries; () if query block n is block n of the row.
+# One array with each query block's number in the row; () if query block n is block n of the row.
 Order = tuple[Array, ...]
 # Scores of the heads' sinks, in one array; () if heads have no sinks.
 Sinks = tuple[Array, ...]

@@ -110,9 +110,9 @@ _IGNORABLE = frozenset(
         "length_penalty",
         "output_router_logits",
         "mamba_ssm_dtype",  # type of the states, which are float32 in podrl
-        "num_nextn_predict_layers",  # podrl leaves these layers' tensors out
+        "num_nextn_predict_layers",  # layers that predict further tokens; podrl does not load their tensors
         "num_mtp_layers",
-        "mtp_num_hidden_layers",  # podrl leaves these layers' tensors out
+        "mtp_num_hidden_layers",  # layers that predict further tokens; podrl does not load their tensors
         "mtp_use_dedicated_embeddings",
         "router_aux_loss_coef",  # coefficient of an auxiliary loss, which podrl does not add
     )

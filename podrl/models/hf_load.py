@@ -285,8 +285,8 @@ def _stored_sharding(entry: Entry, target: NamedSharding) -> NamedSharding:
 
 
 def _merged(axes: Sequence[Any]) -> Any:
-    """Returns the mesh axes of several dimensions that are flattened into one: the axes of the first dimension, if the
-    others are not cut."""
+    """Returns the mesh axes of several dimensions that are flattened into one: the axes of the first dimension; None if
+    a later dimension is cut."""
     return axes[0] if axes and all(a is None for a in axes[1:]) else None
 
 

@@ -35,7 +35,7 @@ class PlanReport:
       cost: time and cost of all steps; None if they were not computed.
       factor: assumed time of a step divided by the step's roofline, for `cost`.
       outlook: simulation of the job with the user's lengths of samples; None if there are no such lengths.
-      chips: chips of the trainer and of the rollout; zeros if both sides share the same chips.
+      chips: numbers of chips of the trainer and of the rollout; zeros if both sides share the same chips.
       command: shell command that runs the job as a search found it; '' without a search.
     """
 

@@ -55,11 +55,11 @@ class Load:
 
     Attributes:
       rollout: settings of the engine.
-      lanes: lanes of all shards together.
-      shards: shards of the engine's mesh.
-      samples: samples of a batch.
-      group_size: samples of a prompt.
-      prompt: tokens of a prompt.
+      lanes: number of lanes on all shards together.
+      shards: number of shards of the engine's mesh.
+      samples: number of samples in a batch.
+      group_size: number of samples per prompt.
+      prompt: number of tokens in a prompt.
     """
 
     rollout: RolloutConfig
@@ -224,7 +224,7 @@ class Outlook:
     Attributes:
       lengths: number of the user's lengths.
       mean, longest: mean and largest length in tokens, each length cut to `rollout.max_tokens_to_generate`.
-      chips: chips of trainer and rollout, as planned.
+      chips: planned numbers of chips of trainer and rollout.
       planned: a step on these chips.
       best: (number of trainer chips, step) for the fastest split of the same chips.
     """
@@ -331,7 +331,7 @@ def balance(
       lengths_N: numbers of sampled tokens, one per sample; the simulation draws from them.
       speeds: seconds of the parts of a step, for the split `chips`.
       load: sizes of the engine and of a batch, for the split `chips`.
-      chips: chips of trainer and rollout.
+      chips: numbers of chips of trainer and rollout.
       staleness: number of updates by which a sample may be older than the weights that it trains.
     """
     trainer, rest = chips

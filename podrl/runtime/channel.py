@@ -476,7 +476,7 @@ class _Link:
     def receive(self) -> None:
         received = self.client.recv_multipart(copy=False)
         self._channel.traffic.count(received)
-        if len(received) >= 3:  # an answer of this protocol has more parts
+        if len(received) >= 3:  # an answer of this protocol has at least three parts
             numbers, status, *pieces = received
             self._channel._on_answer(self._place[0], numbers.bytes, status.bytes, pieces)
 

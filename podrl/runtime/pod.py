@@ -30,7 +30,7 @@ from podrl.runtime.watchdog import EXIT_DONE, EXIT_INFRASTRUCTURE, EXIT_PREEMPTE
 LEADER = 0
 _log = logging.getLogger("podrl.pod")
 _FAREWELL_S = 5.0  # longest wait of an ending process for the leader's answer; time for the leader's own report
-_LAST_WORDS_S = 15.0  # time for the others to print why they end, before a failed leader ends
+_LAST_WORDS_S = 15.0  # time for the other processes to print why they end, before a failed leader ends
 _OVER_S = 30 * 86400.0  # longest wait for the end of the job: no real limit, as a lost leader is noticed anyway
 _OVER_LATE_S = 5.0  # time to leave by itself, for a process that takes part in the job
 _LAST_S = 10.0  # time to end this process, for the thread that knows why the job ends
@@ -364,7 +364,7 @@ class Pod:
     def leave(self, code: int = EXIT_DONE) -> None:
         """Ends this process's part in the job cleanly, when the leader has declared the job over.
 
-        On the leader this call declares the job over, waits for the others, and ends last.
+        On the leader this call declares the job over, waits for the other processes, and ends last.
         """
         if self._ended.is_set():
             return
@@ -379,7 +379,7 @@ class Pod:
         self.channel.close()
 
     def first_to_fail(self) -> bool:
-        """Returns True in the one process that prints the full error of a failing job; the others print one line.
+        """Returns True in the one process that prints a failing job's full error; the other processes print one line.
 
         The same error often strikes several processes, or follows from the end of another process. Call this method
         before `fail`.
@@ -402,7 +402,7 @@ class Pod:
         if self.leads:
             self.channel.put("verdict", Message({"code": code, "text": f"{self.name}: {_first_line(text)}"}))
             # The service of jax's cluster ends with this process, and then every process in the cluster aborts. On a
-            # busy host the others need more than _FAREWELL_S to print why they end.
+            # busy host the other processes need more than _FAREWELL_S to print why they end.
             self._await_others(_LAST_WORDS_S)
         else:
             self._tell_leader(code, text)

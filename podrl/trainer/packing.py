@@ -33,7 +33,7 @@ class SharedPrefixes:
         The last token of a prompt is not shared, because it predicts another token in each sample.
 
         Args:
-          length_P: tokens of each prompt.
+          length_P: number of tokens in each prompt.
           group_B: index of each sample's prompt.
         """
         return SharedPrefixes(group_B, np.maximum(np.asarray(length_P, np.int64)[group_B] - 1, 0))
