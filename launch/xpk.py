@@ -197,7 +197,7 @@ def with_rules(manifest: str) -> str:
                 command.preempted_rule(replicated["name"]),
                 *spec["failurePolicy"]["rules"],
             ]
-    except (KeyError, IndexError, TypeError):  # a manifest of another xpk; run_xpk warns that no JobSet got the rules
+    except (KeyError, IndexError, TypeError):  # made by another xpk version; run_xpk warns that no JobSet got the rules
         return manifest
     return yaml.safe_dump(documents[0], sort_keys=False)
 

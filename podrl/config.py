@@ -359,7 +359,7 @@ def build(cls: type[T], values: Mapping[str, object], prefix: str = "config") ->
     if missing := [name for name in required if name not in values]:
         flag = f"--{prefix}.{missing[0]}=..." if "[" not in prefix else f"{missing[0]!r} there"
         raise ValueError(f"{prefix} lacks {', '.join(missing)}: set {flag}.")
-    if "[" in prefix:  # checked here, because the class cannot name its place in a list
+    if "[" in prefix:  # for an item of a list, whose index the class would not name in its errors
         path = prefix.removeprefix("config.")
         values = {key: check(value, types_of(cls)[key], f"{path}.{key}") for key, value in values.items()}
     return cls(**values)

@@ -236,7 +236,7 @@ class Actor:
         return self._noted(self._token_weights(self.params(), batch))
 
     def teaching(self, batch: Batch[Layout]) -> Any:
-        """Returns the policy's likeliest ids at each token's position, and their log-probabilities under the teacher."""
+        """Returns the policy's likeliest ids at each token's position and their log-probabilities under the teacher."""
         assert self._teacher_parts.score is not None, "prepare(loss, weigh, teacher) comes first"
         return self._noted(self._teacher_parts.score(self.params(), self._reference_on_devices(), batch))
 

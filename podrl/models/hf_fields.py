@@ -135,7 +135,7 @@ _FIXED: Mapping[str, tuple[object, ...]] = {
     "decoder_sparse_step": (1, None),  # every layer has experts
     "mlp_only_layers": ([], None),
     "router_jitter_noise": (0, 0.0, None),
-    "n_group": (1, None),  # experts are chosen among all, not group by group
+    "n_group": (1, None),  # podrl chooses experts among all experts, not group by group
     "topk_group": (1, None),
 }
 # Further values of these fields that podrl computes, but only for the named family.

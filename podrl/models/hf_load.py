@@ -36,7 +36,7 @@ _OTHER_PARTS = re.compile(
 # Prefixes of the text decoder's tensors in checkpoints that also hold other towers, each with the prefix that the
 # tensors have in a checkpoint of the decoder alone.
 _TEXT_PREFIXES = (("language_model.model.", "model."), ("model.language_model.", "model."), ("language_model.", ""))
-_PEFT_PREFIX = "base_model.model."  # prefix of the model's own names in files of adapters
+_PEFT_PREFIX = "base_model.model."  # prefix that PEFT adds to the model's own names of tensors
 # A tensor that holds the matrices of all experts of a layer; gate and up are stacked in one tensor.
 _FUSED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
 _LISTED = 8

@@ -154,7 +154,7 @@ def print_report(console: rich.console.Console, report: PlanReport) -> None:
 
 
 def _split_fits(report: PlanReport, copies: Copies) -> bool:
-    """True if the versions that a trainer keeps for rollout hosts fit beside each of the trainer's programs."""
+    """True if the versions that a trainer keeps for rollout hosts fit beside each trainer program on a chip."""
     trained = [m for m in report.measured if m.side == TRAINER and not m.name.startswith("move: ")]
     return all(m.peak + m.resident + copies.on_trainer <= m.capacity for m in trained)
 

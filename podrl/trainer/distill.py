@@ -127,7 +127,8 @@ def _joined(
 ) -> tuple[Ratio, Mapping[str, Ratio]]:
     """Adds the weighted KL to the numerator of a loss; the metric opd/reverse_kl is the mean KL, nats per token.
 
-    The loss has its own denominator, for which `rows.scale` makes up (`podrl.algorithms.policy_rows.ExtraTermRows`).
+    The sum is later divided by the loss's denominator. With the factor `rows.scale` the result is a mean over the KL's
+    own tokens (`podrl.algorithms.policy_rows.ExtraTermRows`).
     """
     loss, metrics = found
     taught_BT = (rows.weight_BT > 0).astype(kl_BT.dtype)

@@ -398,7 +398,7 @@ def _pick(boxes: Mapping[int, Array], rounds: Sequence[Any]) -> list[Array]:
 
 
 def _word(dtype: np.dtype) -> np.dtype:
-    """Returns the integer dtype in which values of a dtype cross."""
+    """Returns the integer dtype in which values of a dtype cross between the meshes."""
     return _WORDS[np.dtype(dtype).itemsize]
 
 
