@@ -52,8 +52,8 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
         update.
       padding_share: share of the computed tokens that are padding.
       mfu: FLOP per second of forward and backward over real tokens, divided by `matmul_flops`.
-      matmul_flops, peak_flops: FLOP/s of this machine over the mesh for `--dtype`, and the vendor's for bfloat16; 0 if
-        unknown.
+      matmul_flops, peak_flops: FLOP/s of all devices of the mesh, measured for `--dtype`, and stated by the vendor for
+        bfloat16 (0 if unknown).
       peak_bytes: peak of one device in the compiled update.
       compiles: programs built after the first update.
       The shapes used; with --operations also the seconds that all devices spent in each kind of operation in an update.

@@ -383,7 +383,7 @@ def _check_place(key: str, value: str, local: str, code: Code | None) -> None:
 
 
 def _values(config: str, code: Code | None) -> dict[str, str]:
-    """Reads the settings of a configuration file as texts; {} if the file, or a module that it imports, is not here."""
+    """Reads the settings of a configuration file as texts; {} if the file, or one of its imports, is missing here."""
     name, _, variant = config.partition(":")
     folder = code.directory if code else pathlib.Path()
     path = next((p for p in (folder / name, folder / "configs" / name, _CONFIGS / name) if p.is_file()), None)

@@ -84,7 +84,7 @@ class Pod:
         self._parts: dict[tuple[str, int], dict[int, int]] = {}
         self._leavers: set[int] = set()
         self._lost_processes: set[int] = set()
-        self._endpoints: dict[int, str] = {}  # numbers of the processes' channels, on the leader
+        self._endpoints: dict[int, str] = {}  # on the leader, by process: random number of its channel
         self._ended = threading.Event()
         self._changed = threading.Condition()
         self._waits_of_threads: dict[int, tuple[str, float]] = {}  # by thread: description and start of its wait

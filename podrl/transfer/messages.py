@@ -192,7 +192,7 @@ class BoxMessage:
 
     @property
     def crossing_bytes(self) -> int:
-        """Returns the number of bytes that cross all links together."""
+        """Returns the sum of the bytes that cross each link."""
         return math.prod(self.shape) * self.dtype.itemsize * len(self.links)
 
     def buffer(self, place: NamedSharding) -> jax.ShapeDtypeStruct:
