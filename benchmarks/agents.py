@@ -15,8 +15,8 @@ from typing import Any
 import podrl.agent
 from benchmarks.model import fake_devices
 
-_TURNS = 3  # requests of a slow episode
-_CONTEXT = 512  # tokens of a prompt and its answer
+_TURNS = 3  # number of requests of a slow episode
+_CONTEXT = 512  # greatest number of tokens of a prompt with its answer
 _QUESTION = "How many of the letters of this sentence, counted one after the other without the spaces, are vowels? "
 
 
@@ -65,9 +65,8 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
 
     Returns:
       prefilled_say, prefilled_chat, prefilled_program: tokens that prefill computed for --prompts groups of --group
-        samples. The first request of these samples is `model.say()`, the same request by `model.chat`, or the same by
-        HTTP.
-      prompt_tokens: tokens of the longest of their prompts.
+        samples, if each sample's first request is made by `model.say()`, by `model.chat`, or over HTTP.
+      prompt_tokens: number of tokens of the longest prompt of these samples.
       chat_of_say, program_of_say: prefilled_chat and prefilled_program divided by prefilled_say.
       episodes, episodes_seconds, answers: number of the slow episodes, seconds for all of them, and number of their
         answers.
@@ -132,14 +131,14 @@ def _peak_mb() -> float:
 
 
 class _Bench:
-    """The embedded tool model, which plays episodes.
+    """podrl's small model with tools, on which episodes are played.
 
     Attributes:
       prompt_tokens: number of tokens of the longest prompt that was played last.
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
-        """Compiles the engine; the environment must be ready (`fake_devices`)."""
+        """Compiles the engine; call `fake_devices` before."""
         import jax
 
         from podrl.data.dialogue import Dialogue

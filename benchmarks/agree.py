@@ -14,7 +14,7 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
 
     Returns:
       tokens: number of compared tokens.
-      entropy: mean of -log p of the sampled tokens, in nats; `--embed_scale` sets it.
+      entropy: mean of -log p of the sampled tokens, in nats; `--embed_scale` changes it.
       mean, p99, max: absolute difference between both log-probabilities of a token, in nats.
     """
     args = make_parser(prog="python -m benchmarks agree", description=__doc__).parse_args(argv)

@@ -5,7 +5,7 @@ from typing import Any
 
 from benchmarks.rollout import least_bytes
 
-Results = Mapping[str, Mapping[str, Any]]  # a part's name to its result, which has "figures" or "error"
+Results = Mapping[str, Mapping[str, Any]]  # maps a part's name to its result, which has "figures" or "error"
 
 
 def table(results: Results) -> str:

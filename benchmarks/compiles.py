@@ -21,7 +21,7 @@ class Case:
     Attributes:
       config: value of --config that names the configuration.
       hosts: number of hosts with four chips for the trainer, and the same number for the rollout: 1 or 2.
-      changes: values of keys.
+      changes: values that replace the configuration's values, by dotted key.
       programs: beginnings of the names of the programs to compile; () for all. The other programs of this
         configuration are the same as in another case.
     """
@@ -84,7 +84,8 @@ SAME = {
     "grpo_search.py:prompted": "tools",
     "sft_search.py": "sft",
     "grpo_real.py:qwen3_06b_gpu": "qwen3_06b",  # on a GPU
-    # Other sizes, which train all weights. The named case stands for them; podrl.plan compiles them for their slices.
+    # These are other sizes of the models, and train all weights. The named case stands for them; podrl.plan compiles
+    # them for their slices.
     "grpo_qwen.py:qwen3_06b_v6e8": "qwen3_06b",
     "grpo_qwen.py:qwen3_17b_v6e8": "qwen3_06b",
     "grpo_qwen.py:qwen3_4b_v6e16": "qwen3_06b",

@@ -53,7 +53,7 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
         sent_bytes, sent_least_ms: bytes sent over links, and the time for them over all links of the chip.
         collectives: number and bytes of the collectives of each kind. A collective that runs once a dispatch counts
           as a fraction.
-      Nothing is measured.
+      All figures are counted; nothing is measured.
 
     Raises:
       ValueError: the size or the topology is unknown, or the mesh does not fit the topology.

@@ -30,8 +30,8 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
     Returns:
       server_cpu_ms: processor time of the endpoint's process per request, with one connection for all requests of a
         client. The run is cut into parts of --open requests, and this is the median over the parts.
-      server_cpu_ms_least: the least of these parts, which other work on the machine disturbs least.
-      closing_cpu_ms, closing_cpu_ms_least: the same with a new connection for each request.
+      server_cpu_ms_least: the smallest value of a part, which other work on the machine disturbs least.
+      closing_cpu_ms, closing_cpu_ms_least: the same two figures with a new connection for each request.
       request_bytes: length of a request's body.
     """
     parser = argparse.ArgumentParser(prog="python -m benchmarks front", description=__doc__)
@@ -89,7 +89,8 @@ async def _cpu_ms(most: int, requests: int, body: bytes, answer: Answer, *, clos
     """Measures the processor time of the endpoint's process per request.
 
     Returns:
-      Milliseconds, for each `most` requests of `most * requests`. The first `most` and the last `most` do not count.
+      Milliseconds per request, one value for each part of `most` requests. Two further parts, the first and the last,
+      do not count.
     """
     model = _Model(most, answer)
     await model.front.start()

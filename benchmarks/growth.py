@@ -21,7 +21,7 @@ _MODELS = {
     30: (8, 512, 1536, 16, 8192),
     100: (12, 768, 2304, 24, 16384),
 }
-_GROUP = 8  # samples of a prompt
+_GROUP = 8  # number of samples per prompt
 _JOB = ("--prompt_len=40:60", f"--group={_GROUP}")  # lengths of the default job's prompts
 _SHORT = (*_JOB, "--completion_len=15:35", "--src=fsdp=1", "--steps=2")
 
@@ -31,11 +31,11 @@ class Series:
     """One cost at several sizes.
 
     Attributes:
-      bench: benchmark that measures it.
+      bench: name of the benchmark that measures the cost.
       cost: name of the benchmark's figure that is the cost.
-      work: function (figures) -> work of the benchmark, in any unit.
+      work: function of the benchmark's figures that returns the amount of its work, in any unit.
       points: options of the benchmark for each size.
-      unit: plural noun of a size, for messages.
+      unit: plural noun of what a size counts, such as 'samples', for messages.
     """
 
     bench: str
@@ -134,7 +134,8 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
 
     Returns:
       For each series its points, (size, cost, work), and the exponents of cost and of work over the larger half of its
-      sizes, because costs of small sizes are mostly fixed. With --records: records, and cpu_seconds of opening them.
+      sizes, because costs of small sizes are mostly fixed. With --records: the figures records (their number) and
+      cpu_seconds (processor seconds of opening them).
     """
     parser = argparse.ArgumentParser(prog="python -m benchmarks growth", description=__doc__)
     parser.add_argument("--series", nargs="+", default=tuple(SERIES), choices=tuple(SERIES), metavar="NAME")
@@ -164,7 +165,7 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
 
 
 def exponents(points: Sequence[tuple[float, float, float]]) -> dict[str, float]:
-    """Fits cost ~ size^a and work ~ size^b over the larger half of the sizes; returns a, b and cost ~ work^c.
+    """Fits cost ~ size^a and work ~ size^b over the larger half of the sizes; returns a, b, and c of cost ~ work^c.
 
     Args:
       points: (size, cost, work) by growing size.
@@ -184,7 +185,7 @@ def _measured(bench: str, options: Sequence[str]) -> dict[str, Any]:
 
 
 def _records(count: int) -> dict[str, Any]:
-    """Measures the first start of a job's data: processor seconds from a JSONL file to the first batch."""
+    """Measures how long a job's data takes at its first start: processor seconds from a JSONL file to a batch."""
     import podrl
     from podrl.data.pipeline import DataConfig, PromptStream
     from podrl.data.tokenizer import Tokenizer

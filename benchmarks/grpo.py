@@ -49,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
 def run(argv: Sequence[str]) -> dict[str, Any]:
     """Writes random weights and made-up questions, and runs `podrl.launch` on them; both roles share all devices.
 
-    A model of random weights hardly ever ends a sample, so nearly all have `--max_new` tokens.
+    A model of random weights hardly ever ends a sample, so nearly all samples have `--max_new` tokens.
 
     Returns:
       steps, step_s, steps_per_hour: number of measured steps, median seconds of a step, and steps per hour.

@@ -10,8 +10,8 @@ import numpy as np
 
 from benchmarks.model import fake_devices
 
-_MEMBERS = 4  # lanes that share a page in one read
-_BLOCK = 64  # a multiple of the reads that XLA's form takes at once
+_MEMBERS = 4  # number of lanes that share a page in one read
+_BLOCK = 64  # a multiple of the number of reads that XLA's form of decoding computes at once
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -83,5 +83,8 @@ def number_range(text: str) -> tuple[int, int]:
 
 
 def fake_devices(count: int) -> None:
-    """Asks for faked CPU devices, before jax is imported; a device count in XLA_FLAGS wins."""
+    """Makes jax fake `count` CPU devices; call it before jax is imported.
+
+    A number of devices in XLA_FLAGS takes precedence.
+    """
     environment.prepare(os.environ, fake_devices=count)

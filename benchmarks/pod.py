@@ -26,7 +26,7 @@ from podrl.runtime.roles import Hosts
 from podrl.types import NO_EPISODE, STOP_EOS, Experience, Policy, Prompts, Rollouts, blank_columns
 
 DEADLINE_S = 600.0
-_SKIPPED = 1  # the first step makes every connection
+_SKIPPED = 1  # number of first steps that do not count: the first step makes every connection
 
 
 def run(argv: Sequence[str]) -> dict[str, Any]:
@@ -102,10 +102,10 @@ def _hosts(args: argparse.Namespace) -> Hosts:
 
 @contextlib.contextmanager
 def _others(args: argparse.Namespace, pod: Pod) -> Iterator[list[float]]:
-    """Simulates all hosts but the leader while the context lasts.
+    """Simulates all hosts but the leader for the time of a `with` block.
 
-    The context gives a list. When the context has ended, the list holds the processor seconds per step of each process
-    that simulated hosts.
+    The block gets a list. When the block has ended, the list holds the processor seconds per step of each process that
+    simulated hosts.
     """
     members = [p for p in range(pod.seat.hosts.count) if p]
     command = [sys.executable, "-m", "benchmarks.pod"]

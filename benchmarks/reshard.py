@@ -36,17 +36,18 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
 
     Returns:
       plan_ms, plan_cached_ms: time for making the plan, and for finding it in the cache.
-      first_ms: a move with its compilation.
-      median_ms: a move alone, which replaces the tree of the move before, as in the training loop.
-      fresh_ms: a move that keeps the trees of earlier moves.
-      publish_ms: a replacing move, with checksums on both meshes and their comparison.
+      first_ms: milliseconds of the first move, compilation included.
+      median_ms: median milliseconds of a later move, which replaces the tree of the previous move, as in the training
+        loop.
+      fresh_ms: median milliseconds of a move that keeps the trees of earlier moves.
+      publish_ms: median milliseconds of a replacing move with checksums on both meshes and their comparison.
       bytes_moved: bytes that cross between devices.
-      gb_s: bytes read at the source once plus bytes written at the target, over the median.
+      gb_s: rate of a move: bytes read at the source plus bytes written at the target, divided by median_ms.
       peak_extra_bytes: memory beyond both trees during a move that replaces; on CPU of the whole process, otherwise of
         the fullest device.
-      bucket_bytes: bytes of all buckets.
+      bucket_bytes: bytes of the largest bucket on all devices of the larger mesh.
       compiles_after_first: programs built after the first move.
-      device_put_ms: cast on the source mesh, then jax.device_put of the same tree.
+      device_put_ms: median milliseconds of a cast on the source mesh, followed by jax.device_put of the same tree.
       memcpy_gb_s: rate of numpy.copyto for as many bytes as the source tree has, read plus written.
       memcpy_share, speedup: gb_s over memcpy_gb_s, and device_put_ms over median_ms.
       cpu_ms, device_put_cpu_ms: processor time of this process for a move and for a device_put; other programs affect

@@ -68,11 +68,11 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
       seconds, tok_s: median seconds of a generation, and tokens sampled per second.
       cpu_seconds: median CPU time of a generation, which other programs on the machine disturb less than seconds.
       decode_steps: decode steps of the busiest shard.
-      lane_utilisation, prefill_tokens, dispatches, spills: figures of the engine.
+      lane_utilisation, prefill_tokens, dispatches, spills: the engine's figures of these names.
       host_share: share of the time with no dispatch in flight.
       compiles, warm_up_seconds: programs built after warm-up, and seconds of the warm-up.
       peak_bytes: peak of one device in the compiled `generate`.
-      The sizes used.
+      The sizes that were used.
     """
     args = make_parser().parse_args(argv)
     fake_devices(args.devices)
@@ -91,7 +91,7 @@ class Bench:
     """
 
     def __init__(self, args: argparse.Namespace, response: int = 0, end_ids: Sequence[int] = (END_ID,)):
-        """Builds the model and compiles the engine; the environment must be ready (`fake_devices`).
+        """Builds the model and compiles the engine; call `fake_devices` before.
 
         Args:
           args: the options of `make_parser`.

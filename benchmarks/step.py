@@ -52,8 +52,8 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
         update.
       padding_share: share of the computed tokens that are padding.
       mfu: FLOP per second of forward and backward over real tokens, divided by `matmul_flops`.
-      matmul_flops, peak_flops: FLOP/s of this machine over the mesh for `--dtype`, and the vendor's for bfloat16; 0 if
-        unknown.
+      matmul_flops, peak_flops: FLOP/s of all devices of the mesh, measured for `--dtype`, and stated by the vendor for
+        bfloat16 (0 if unknown).
       peak_bytes: peak of one device in the compiled update.
       compiles: programs built after the first update.
       The shapes used; with --operations also the seconds that all devices spent in each kind of operation in an update.
@@ -239,8 +239,8 @@ def _pack(sample: dict[str, np.ndarray], placement: Any) -> Any:
         "advantage_BT": placement.scatter(advantage_BT, where_BT=sample["mask_BT"]),
         "kl_scale": 1.0,
     }
-    # Whatever else the loss reads per token gets random numbers of the size of log-probabilities: their values do not
-    # change the time.
+    # All other arrays that the loss reads get random numbers of the size of log-probabilities, because their values do
+    # not change the time.
     required = [field.name for field in dataclasses.fields(ReferencedRows) if field.default is dataclasses.MISSING]
     others = {name: logprob_BT for name in required if name not in given}
     return placement.batch(ReferencedRows(**given, **others))

@@ -17,7 +17,8 @@ MEAN, SIGMA = 5.0, 0.9  # mean and standard deviation of the logarithm of a samp
 def measure(bench: Any, args: argparse.Namespace) -> dict[str, Any]:
     """Generates batch after batch, in windows and as whole batches; the lengths of samples are drawn in advance.
 
-    Lengths are log-normal, up to --max_new; every window decodes what a training step with `staleness` needs.
+    Lengths are log-normal, up to --max_new. A window is the time of one training step: in it the samples of the batch
+    that trains next end, and the samples of up to `staleness` - 1 later batches draw their quanta.
 
     Args:
       bench: a benchmarks.rollout.Bench whose samples end by their lengths alone.
@@ -27,13 +28,14 @@ def measure(bench: Any, args: argparse.Namespace) -> dict[str, Any]:
       decode_steps, decode_steps_whole: decode steps per training step in windows, and with whole batches (a staleness
         of 1).
       fewer_steps: decode_steps_whole over decode_steps.
-      bound_*: the same three figures by a simulation without dispatches.
+      bound_*: the same three figures, simulated without dispatches: every free lane takes the next sample at once.
       mixed_samples: share of samples that several versions drew.
       prefill_tokens, prefill_tokens_whole: tokens that prefill computed per training step, prompts included.
       lane_utilisation: sampled tokens over lane places of all decode steps, in windows.
       window_cpu_s, predicted_cpu_s: processor seconds of a window, measured, and predicted by the model of podrl.plan
         --lengths from the speeds of whole batches.
-      window_cpu_s_whole, predicted_cpu_s_whole: the same for whole batches, predicted from the speeds of windows.
+      window_cpu_s_whole, predicted_cpu_s_whole: the same two figures for whole batches, predicted from the speeds of
+        windows.
     """
     lengths = [_lengths(args, step) for step in range(STEPS)]
     staleness = max(args.staleness, 1)
@@ -64,7 +66,7 @@ def measure(bench: Any, args: argparse.Namespace) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class _Played:
-    """A played window: the engine's counts, processor seconds, and the model's decode steps and prefill calls."""
+    """A played window: the engine's counts, processor seconds, and the predicted decode steps and prefill calls."""
 
     stats: Any
     cpu_s: float

@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks import rollout, tail
 from benchmarks.model import fake_devices
 
-_COUNTED = 8  # steps that count whenever one of the two ways has its turn
+_COUNTED = 8  # steps that count each time that one of the two ways (windows, whole batches) is measured
 
 
 class Calls:
@@ -132,7 +132,7 @@ def _stale(bench: rollout.Bench, args: Any) -> dict[str, Any]:
                 seconds, lanes = _steps(bench, args, fields, staleness)
                 times[staleness] += seconds
                 busy[staleness] += lanes
-    # The first turn of each way is left out: it compiles.
+    # The first measurement of each way is left out, because it compiles.
     kept = {S: [max(t, args.update_ms / 1e3) for t in seconds[_COUNTED:]] for S, seconds in times.items()}
     step, whole = median(kept[args.staleness]), median(kept[1])
     return {
@@ -203,7 +203,10 @@ def _prefill_only(args: Any, given: int) -> Any:
 
 
 def _asked(args: Any, calls: int, given: int) -> dict[str, Any]:
-    """Makes the tasks of `Calls`; without calls the whole output is appended before the first sampled token."""
+    """Makes the fields of the tasks that `Calls` plays.
+
+    Without calls, the whole output is appended before the first sampled token.
+    """
     waits = {"delay_s": args.delay_ms / 1e3, "slow": args.slow}
     return {"calls": calls, "sampled": args.max_new, "observation": "1" * given, **waits}
 

@@ -13,7 +13,7 @@ from typing import Any
 from podrl.rundir import spans, trace
 from podrl.rundir.metrics import LogConfig, read_metrics
 
-_WARM = 3  # steps that compile, and the one after
+_WARM = 3  # number of first steps that do not count: the steps that compile, and one more
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -64,7 +64,10 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
 
 
 def figures(seconds: dict[int, float]) -> dict[str, Any]:
-    """Compares each traced step (an even one) with the mean of its neighbours; the last step saves and is left out."""
+    """Compares each traced step (its number is even) with the mean of its neighbours.
+
+    The last step saves a checkpoint, so it is left out.
+    """
     traced = [step for step in seconds if step % 2 == 0 and step > _WARM and step + 1 in seconds]
     traced = [step for step in traced if step + 1 < max(seconds)] or traced
     others = [step for step in seconds if step % 2 and step > _WARM]

@@ -16,7 +16,7 @@ from podrl.rundir import identity
 from podrl.rundir.metrics import read_metrics
 from podrl.rundir.trace import read_step, traced_steps
 
-_WARM = 8  # steps that compile and fill the windows
+_WARM = 8  # number of first steps that do not count: they compile, and fill the windows
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -28,14 +28,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def run(argv: Sequence[str]) -> dict[str, Any]:
-    """Plays a run's lengths with the model, at the seconds that device calls, updates and moves took in the run.
+    """Simulates a run by podrl.plan's model, from its lengths and the seconds of its calls, updates and moves.
 
     The lengths of samples and prompts come from the run. The seconds of a decode step, a prefill call, an update, a
-    move, the rewards and a window's other work come from the same run, or from the run of --speeds. What a window
-    decodes and prefills, and the idle shares, follow from the model alone.
+    move, the rewards and a window's other work come from the same run, or from the run of --speeds. The decode steps
+    and prefill calls of a window, and the idle shares, are computed by the model alone.
 
     Returns:
-      max_staleness, samples, lanes, steps: sizes of the run; steps are those that counted.
+      max_staleness, samples, lanes, steps: sizes of the run; steps is the number of steps that count.
       decode_step_ms, prefill_call_ms, window_ms: times of a decode step, a prefill call, and a window's other work.
       The next figures exist twice, measured and by the model (with the prefix model_):
       decode_steps, prefill_calls: counts of a window.
@@ -130,7 +130,10 @@ class _Seen:
         return statistics.fmean(self._metrics[step].get(name, 0.0) for step in self.steps)
 
     def per(self, name: str, count: str = "") -> float:
-        """Returns the median over steps of one number divided by another: other programs may slow single steps."""
+        """Returns the median over steps of one number divided by another.
+
+        It is a median, because other programs may slow single steps.
+        """
         return statistics.median(
             self._metrics[step].get(name, 0.0) / self._metrics[step].get(count, 1.0) for step in self.steps
         )

@@ -17,7 +17,7 @@ def get_config() -> ConfigDict:
     config.algorithm = "grpo"
     config.seed = 0
     config.fake_devices = 1  # on a CPU, one device is fastest
-    config.compile_cache = "auto"  # keeps compiled programs for the next start; "" keeps none; a path names the place
+    config.compile_cache = "auto"  # keeps compiled programs for the next start; "" keeps none; a path is the directory
     config.model = ConfigDict({"path": "tiny_tools"})
     config.roles = ConfigDict({"colocated": True})
     config.data = ConfigDict({"path": "sums", "seed": 42})

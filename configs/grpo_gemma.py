@@ -63,7 +63,7 @@ def _tiny() -> ConfigDict:
     config.algorithm = "grpo"
     config.seed = 0
     config.fake_devices = 8  # CPU only; ignored where there is an accelerator
-    config.compile_cache = "auto"  # keeps compiled programs for the next start; "" keeps none; a path names the place
+    config.compile_cache = "auto"  # keeps compiled programs for the next start; "" keeps none; a path is the directory
     config.model = ConfigDict({"path": "tiny", "size": "", "reference": ""})
     config.model.lora = ConfigDict({"rank": 0, "alpha": 16.0, "pattern": "q|k|v|o|gate|up|down", "dropout": 0.0})
     config.roles = ConfigDict({"colocated": False, "trainer": {"mesh": "auto"}, "rollout": {"mesh": "auto"}})

@@ -16,7 +16,7 @@ def get_config() -> ConfigDict:
     config.algorithm = "ppo"
     config.seed = 0
     config.fake_devices = 8  # CPU only; ignored where there is an accelerator
-    config.compile_cache = "auto"  # keeps compiled programs for the next start; "" keeps none; a path names the place
+    config.compile_cache = "auto"  # keeps compiled programs for the next start; "" keeps none; a path is the directory
     config.model = ConfigDict({"path": "tiny", "reference": "", "critic": ""})
     config.roles = ConfigDict({"colocated": False, "trainer": {"mesh": "auto"}, "rollout": {"mesh": "auto"}})
     config.data = ConfigDict({"path": "problems", "eval_path": "", "system_prompt": "auto", "seed": 42})

@@ -20,7 +20,7 @@ def get_config() -> ConfigDict:
     config.algorithm = "reward_model"
     config.seed = 0
     config.fake_devices = 1  # on a CPU, one device is fastest
-    config.compile_cache = "auto"  # keeps compiled programs for the next start; "" keeps none; a path names the place
+    config.compile_cache = "auto"  # keeps compiled programs for the next start; "" keeps none; a path is the directory
     config.model = ConfigDict({"path": "tiny"})
     config.model.lora = ConfigDict({"rank": 0, "alpha": 16.0, "pattern": "q|k|v|o|gate|up|down", "dropout": 0.0})
     config.roles = ConfigDict({"colocated": True})

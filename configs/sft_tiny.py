@@ -34,7 +34,7 @@ def get_config(variant: str = "tiny") -> ConfigDict:
     config.algorithm = "sft"
     config.seed = 0
     config.fake_devices = 1  # on a CPU, one device is fastest
-    config.compile_cache = "auto"  # keeps compiled programs for the next start; "" keeps none; a path names the place
+    config.compile_cache = "auto"  # keeps compiled programs for the next start; "" keeps none; a path is the directory
     config.model = ConfigDict({"path": "scratch"})
     if variant == "moe":
         config.scratch = ConfigDict({"experts": 8, "chosen": 2, "ffn_dim": 48})

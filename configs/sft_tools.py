@@ -25,7 +25,7 @@ def get_config() -> ConfigDict:
     config.algorithm = "sft"
     config.seed = 0
     config.fake_devices = 1  # on a CPU, one device is fastest
-    config.compile_cache = "auto"  # keeps compiled programs for the next start; "" keeps none; a path names the place
+    config.compile_cache = "auto"  # keeps compiled programs for the next start; "" keeps none; a path is the directory
     config.model = ConfigDict({"path": "scratch"})
     config.scratch = ConfigDict({"window": 1024})
     config.tokenizer = "tiny_tools"

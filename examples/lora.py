@@ -13,7 +13,7 @@ def main(workdir="runs/lora", **settings):
     wanted = {
         "model.path": "tiny",
         "model.lora": {"rank": 16, "alpha": 32.0, "pattern": "q|k|v|o|gate|up|down"},
-        "trainer.learning_rate": 2e-3,  # adapters take a larger rate than all weights do
+        "trainer.learning_rate": 2e-3,  # adapters need a larger learning rate than full weights
         "trainer.max_steps": 60,
     }
     code = podrl.run("grpo_gemma.py", wanted | settings, workdir=workdir)

@@ -19,7 +19,8 @@ def tanh_clip(logprob_BT, old_logprob_BT, advantage_BT, *, scale=0.5):
 
 
 def main(workdir="runs/own_loss", **settings):
-    testing.check_policy_loss(tanh_clip, scale=0.7)  # finite, masked, of the right sign: fails before it trains
+    # Checks that the loss is finite, ignores masked tokens and has the right sign. An error ends the script here.
+    testing.check_policy_loss(tanh_clip, scale=0.7)
     wanted = {"grpo.policy_loss_args": {"scale": 0.7}, "grpo.num_iterations": 2, "trainer.max_steps": 40}
     return podrl.run("grpo_gemma.py", wanted | settings, workdir=workdir, loss=tanh_clip)
 

@@ -11,7 +11,7 @@ import podrl
 
 
 def number(prompts, completions, answer, **fields):
-    """Gives a point where the answer stands in the completion; `answer` comes from the records."""
+    """Gives a point to a completion that contains the answer; `answer` comes from the records."""
     return [float(truth in text) for text, truth in zip(completions, answer, strict=True)]
 
 

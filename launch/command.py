@@ -25,7 +25,7 @@ _SECRET = re.compile(r"(^|_)(SECRETS?|TOKENS?|PASS(WD|WORD|PHRASE)?|CREDENTIALS?
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
-    """Formats help like podrl.runtime.arguments (see there), because launch/ may not import podrl."""
+    """Formats help as podrl.runtime.arguments does; it is a copy, because launch/ may not import podrl."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         default = action.default
@@ -60,7 +60,7 @@ def podrl_command(config: str, workdir: str, extra: Sequence[str], code: Code | 
       config: value of podrl's --config.
       workdir: value of --workdir; pods share no disk, so it must be a URL such as gs://bucket/run.
       extra: further podrl flags, as given after `--`.
-      code: the user's code that goes along; None for none.
+      code: the user's code that is sent with the job; None for none.
 
     Raises:
       ValueError: the workdir is on a pod's own disk, or a flag is given twice.
@@ -114,7 +114,7 @@ def job_name(name: str, limit: int, flag: str = "--name") -> str:
 
     Args:
       name: the requested name.
-      limit: characters left once Kubernetes has appended role, slice and host.
+      limit: number of characters that are left for the name once Kubernetes has appended role, slice and host.
       flag: flag that gave the name, for the message.
 
     Raises:
@@ -172,7 +172,7 @@ def show(command: Sequence[str]) -> str:
 
 
 def split_extra(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Splits arguments at the first `--` into our own and podrl's."""
+    """Splits arguments at the first `--` into the launcher's and podrl's."""
     argv = list(argv)
     if "--" not in argv:
         return argv, []

@@ -61,7 +61,7 @@ _JOBSET_LABELS = {
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Parses our flags, and podrl's own after `--`."""
+    """Parses the launcher's flags, and podrl's own flags after `--`."""
     own, extra = command.split_extra(argv)
     parser = command.make_parser("gke", __doc__)
     parser.add_argument("--config", required=True, help="podrl configuration, as grpo_gemma.py")
@@ -111,12 +111,12 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def manifest(args: argparse.Namespace, extra: Sequence[str], code: submission.Code | None = None) -> dict[str, Any]:
-    """Builds the JobSet for our flags, as kubectl reads it.
+    """Builds the JobSet for the launcher's flags, as kubectl reads it.
 
     Args:
-      args: our flags.
+      args: the launcher's flags.
       extra: podrl's flags, the arguments after `--`.
-      code: the user's code that goes along; None for none.
+      code: the user's code that is sent with the job; None for none.
 
     Raises:
       ValueError: a machine, name, environment or workdir cannot work, or podrl would refuse the job.
@@ -407,7 +407,7 @@ def submit(text: str, args: argparse.Namespace, more: str = "") -> int:
 
     Args:
       text: manifests as YAML.
-      args: our flags.
+      args: the launcher's flags.
       more: names of the objects in `text` that --dry_run does not show, as words for its message; '' for none.
     """
     apply = ["kubectl", "apply", "-f", "-"]

@@ -58,7 +58,7 @@ def manifest(args: argparse.Namespace, runs: Mapping[str, Any]) -> dict[str, Any
     """Builds the JobSet that joins the running JobSet.
 
     Args:
-      args: our flags.
+      args: the launcher's flags.
       runs: the running JobSet, as kubectl prints it.
 
     Raises:

@@ -22,9 +22,9 @@ class Machine:
       name: name of the machine in `--trainer` and `--rollout`.
       accelerator: value of the node label cloud.google.com/gke-tpu-accelerator.
       machine_type: Compute Engine machine type.
-      chips_per_host: chips of one VM; also the pod's google.com/tpu limit.
+      chips_per_host: number of chips of one VM; also the pod's google.com/tpu limit.
       dimensions: axes of a topology (2: '4x4', 3: '2x2x4').
-      max_chips: chips in the largest slice.
+      max_chips: number of chips in the largest slice.
       host: topology of one host, the smallest slice of this machine.
       xpk_prefix: xpk's name of the generation; '' if xpk does not know this machine.
     """
@@ -65,7 +65,7 @@ class Slices:
 
     Attributes:
       machine: machine of every host.
-      topology: chips of a slice along each axis, such as '2x4'.
+      topology: number of chips of a slice along each axis, such as '2x4'.
       count: number of slices.
     """
 

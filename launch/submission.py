@@ -25,7 +25,8 @@ HELP = "a directory with your code, configuration and small data files; it is co
 CODE_BYTES = 32 << 20
 CODE_FILES = 10_000
 _CONFIGS = pathlib.Path(__file__).resolve().parent.parent / "configs"
-# Never code: files that git, Python, editors and runs write. A directory with metrics.jsonl belongs to a run.
+# Names that are never sent as code: git, Python, editors and runs write these files and directories. A directory with
+# metrics.jsonl belongs to a run.
 _NEVER = frozenset(
     {".git", ".hg", "__pycache__", ".venv", ".env", ".ipynb_checkpoints", ".pytest_cache", ".ruff_cache"}
 )
@@ -44,7 +45,7 @@ _WORDS = ("data.system_prompt", "env.system_prompt")  # texts for a model, in wh
 
 @dataclasses.dataclass(frozen=True)
 class Code:
-    """A directory of the user's code, as it goes to the hosts.
+    """A directory of the user's code, as it is sent to the hosts.
 
     Attributes:
       directory: the directory on this machine.
@@ -239,7 +240,7 @@ def check_job(config: str, extra: Sequence[str], chips: Mapping[str, int], *, co
       config: value of podrl's --config; its settings are known only if the file and ml_collections are on this machine.
       extra: further podrl flags.
       chips: number of chips of each role ('trainer', 'rollout'), or of 'all' together; JAX devices count as chips.
-      code: the user's code that goes along, in which relative paths are looked up; None for none.
+      code: the user's code that is sent with the job, in which relative paths are looked up; None for none.
 
     Raises:
       ValueError: the model path is empty, a file or directory (code included) is only on this machine, or a mesh has
@@ -294,7 +295,7 @@ def check_flags(config: str, extra: Sequence[str], code: Code | None = None) -> 
     Args:
       config: value of podrl's --config.
       extra: further podrl flags.
-      code: the user's code that goes along; None for none.
+      code: the user's code that is sent with the job; None for none.
 
     Raises:
       ValueError: podrl refuses the configuration file or a flag.
@@ -388,7 +389,7 @@ def _check_place(key: str, value: str, local: str, code: Code | None) -> None:
 
 
 def _values(config: str, code: Code | None) -> dict[str, str]:
-    """Reads the settings of a configuration file as texts; {} if the file, or a module that it imports, is not here."""
+    """Reads the settings of a configuration file as texts; {} if the file, or one of its imports, is missing here."""
     name, _, variant = config.partition(":")
     folder = code.directory if code else pathlib.Path()
     path = next((p for p in (folder / name, folder / "configs" / name, _CONFIGS / name) if p.is_file()), None)

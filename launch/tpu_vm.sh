@@ -24,9 +24,9 @@
 #   --python=PATH      interpreter on the workers that has podrl's dependencies; nothing is installed then
 #   --lock=FILE        lock file of the packages to install, in the root of the checkout; default requirements-tpu.lock
 #   --extra=NAME       also installs the packages of requirements-NAME.lock, such as wandb or math
-#   --env=NAME=VALUE   for the processes; may be repeated
+#   --env=NAME=VALUE   environment variable of podrl's processes; may be repeated
 #   --max_restarts=N   restarts on exit codes 42 and 134 (a peer or the runtime failed); default 3
-#   --grace=SECONDS    for --kill; default 120
+#   --grace=SECONDS    time between SIGTERM and SIGKILL of --kill; default 120
 set -euo pipefail
 
 usage() {

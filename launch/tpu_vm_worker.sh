@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# The worker's half of tpu_vm.sh: installs, starts, restarts, reports and stops podrl on the host it runs on.
+# The part of tpu_vm.sh that runs on each host: installs, starts, restarts and stops podrl there, and reports on it.
 #
 #   tpu_vm_worker.sh install --python=PATH --lock=FILE --extra=NAME
 #   tpu_vm_worker.sh start --run=ID --max_restarts=N -- PODRL_FLAGS...
 #   tpu_vm_worker.sh follow --lines=N | status | stacks | kill --grace=SECONDS | tell
 #
-# Everything lives in ~/podrl-run: code-ID (and `code`, a link to the code that runs), venv, work (the working directory,
+# All files are in ~/podrl-run: code-ID (and `code`, a link to the code that runs), venv, work (the working directory,
 # kept from run to run so that relative --workdir paths resume), logs/ID.log, and in state/ the files run, pid, boot,
 # restarts, arguments, exit_code. Every action may be repeated without harm: gcloud retries when a connection drops.
 set -euo pipefail
@@ -88,11 +88,13 @@ install() {
     # Newer images forbid pip to change the system's Python without this variable; --user changes only the home.
     PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install --quiet --user --require-hashes --only-binary=:all: -r "$code/launch/uv.lock"
     rm -rf "$base/venv"
-    python3 -m uv venv --quiet --python 3.12.11 "$base/venv" # uv checks its hash; no pip: nobody would check pip's
+    # uv checks the interpreter's hash. pip is not installed, because nothing would check pip's hash.
+    python3 -m uv venv --quiet --python 3.12.11 "$base/venv"
     install=(python3 -m uv pip install --quiet "--python=$base/venv/bin/python")
   fi
   "${install[@]}" --require-hashes --only-binary=:all: -r "$code/$lock"
-  # A package without a wheel (in tfds: promise) is built by the locked setuptools: isolation would fetch an unhashed one.
+  # A package without a wheel (promise, of the extra tfds) is built by the setuptools of the lock file. An isolated build
+  # would fetch a setuptools whose hash nothing checks.
   [[ -z $extra ]] || "${install[@]}" --require-hashes --only-binary=:all: --no-build-isolation "${files[@]}"
   printf '%s\n' "$stamp" >"$state/installed"
   say "installed what $lock names${extra:+, and $extra}"
@@ -103,7 +105,7 @@ start() {
     [[ $(read_state run) == "$identity" ]] && return
     die "podrl runs here already, pid $(read_state pid), run $(read_state run): tpu_vm.sh TPU ZONE --kill first"
   fi
-  # gcloud may retry this very start after the run has ended: it must not run again.
+  # gcloud may retry this start after the run has ended; the run must not begin again.
   [[ $(read_state run) != "$identity" ]] || return 0
   local old interpreter pair
   interpreter=$(read_state python)
@@ -239,7 +241,7 @@ stop() {
   else
     say "podrl does not run here"
   fi
-  # Children that outlived their parent, and any process of this user that still holds a chip.
+  # Kills children that outlived their parent, and any process of this user that still holds a chip.
   for holder in $(session_processes) $(device_holders); do
     say "killing process $holder: $(tr '\0' ' ' <"/proc/$holder/cmdline" 2>/dev/null | cut -c1-100)"
     kill -KILL "$holder" 2>/dev/null || true

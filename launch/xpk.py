@@ -53,7 +53,7 @@ _WRITES_S = 300  # longest wait for xpk to write a manifest
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Parses our flags, and podrl's own after `--`."""
+    """Parses the launcher's flags, and podrl's own flags after `--`."""
     own, extra = command.split_extra(argv)
     parser = command.make_parser("xpk", __doc__)
     parser.add_argument("--cluster", required=True, help="cluster made by xpk cluster create[-pathways]")
@@ -94,12 +94,12 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def xpk_command(args: argparse.Namespace, extra: Sequence[str], code: submission.Code | None = None) -> list[str]:
-    """Builds the xpk command line for our flags.
+    """Builds the xpk command line for the launcher's flags.
 
     Args:
-      args: our flags.
+      args: the launcher's flags.
       extra: podrl's flags, the arguments after `--`.
-      code: the user's code that goes along; None for none.
+      code: the user's code that is sent with the job; None for none.
 
     Raises:
       ValueError: flags contradict one another, or xpk would refuse them only after minutes.
@@ -137,7 +137,10 @@ def xpk_command(args: argparse.Namespace, extra: Sequence[str], code: submission
 
 
 def needs_secret(args: argparse.Namespace) -> bool:
-    """True if this submission must write a secret: a single controller needs none, and --env may name a file of it."""
+    """True if this submission must write a secret.
+
+    Pathways needs none, and --env=PODRL_SECRET_FILE may name a file that holds one.
+    """
     own = any(pair.startswith("PODRL_SECRET_FILE=") for pair in args.env)
     return not (args.pathways or args.headless or own)
 
@@ -194,13 +197,13 @@ def with_rules(manifest: str) -> str:
                 command.preempted_rule(replicated["name"]),
                 *spec["failurePolicy"]["rules"],
             ]
-    except (KeyError, IndexError, TypeError):  # a manifest of another xpk; run_xpk warns that no JobSet got the rules
+    except (KeyError, IndexError, TypeError):  # made by another xpk version; run_xpk warns that no JobSet got the rules
         return manifest
     return yaml.safe_dump(documents[0], sort_keys=False)
 
 
 def kubectl_apply(argv: Sequence[str], done: str) -> int:
-    """Runs `kubectl apply` as xpk does, with our rules in the JobSet of `-f FILE`; returns the exit code.
+    """Runs `kubectl apply` as xpk does, with podrl's rules in the JobSet of `-f FILE`; returns the exit code.
 
     Args:
       argv: path of the real kubectl, and xpk's arguments for it.
@@ -216,9 +219,9 @@ def kubectl_apply(argv: Sequence[str], done: str) -> int:
 
 
 def run_xpk(words: Sequence[str], kubectl: str) -> int:
-    """Runs xpk with a kubectl of ours before the real one on PATH; returns the exit code.
+    """Runs xpk with a script named kubectl before the real kubectl on PATH; returns the exit code.
 
-    It warns if xpk succeeds and no JobSet got our rules: another version than 1.16 may apply the JobSet in another way.
+    Warns if xpk succeeds and no JobSet got podrl's rules: an xpk other than 1.16 may apply the JobSet in another way.
 
     Args:
       words: command line of xpk for a job without Pathways.
@@ -250,7 +253,7 @@ def write_manifest(args: argparse.Namespace, words: Sequence[str]) -> int:
     """Makes xpk write the manifest of a job without submitting it; returns the exit code.
 
     Args:
-      args: our flags.
+      args: the launcher's flags.
       words: xpk's command, which names the file.
     """
     if shutil.which("xpk") is None:

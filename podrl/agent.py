@@ -28,7 +28,7 @@ _OTHERS = ("ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY")  # the same endpoint, with
 
 
 class Failure(Exception):  # noqa: N818 - a lost sample, not an error of this program
-    """Raised by `solve` if a sample is lost, but `solve` itself made no mistake. podrl counts the sample as `kind`."""
+    """Raised by `solve` if a sample is lost without a mistake of `solve`. podrl counts the lost sample under `kind`."""
 
     def __init__(self, kind: str, why: str) -> None:
         """Keeps the arguments.

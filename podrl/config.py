@@ -440,7 +440,7 @@ def build(cls: type[T], values: Mapping[str, object], prefix: str = "config") ->
         if "[" in prefix:
             raise ValueError(f"{prefix} lacks {', '.join(missing)}: set {missing[0]!r} there.{about}")
         raise ValueError(f"{prefix} lacks {', '.join(missing)}: set --{prefix}.{missing[0]}=VALUE.{about}")
-    if "[" in prefix:  # checked here, because the class cannot name its place in a list
+    if "[" in prefix:  # for an item of a list, whose index the class would not name in its errors
         path = prefix.removeprefix("config.")
         values = {key: check(value, types_of(cls)[key], f"{path}.{key}") for key, value in values.items()}
     return cls(**values)

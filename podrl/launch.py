@@ -49,7 +49,7 @@ from podrl.runtime.service import ServiceError
 from podrl.runtime.watchdog import EXIT_DONE, EXIT_INFRASTRUCTURE, EXIT_PREEMPTED, EXIT_USER, stacks_on_signal
 from podrl.storage.storage import StorageError, disk_trouble, is_remote
 
-_PEER_LOSS_S = 8.0  # wait after a failed collective: other processes notice a dead process seconds after the collective
+_PEER_LOSS_S = 8.0  # seconds to wait after a failed collective, because other processes may notice a dead process later
 # Prefixes of XLA runtime errors that another process may cause; jax raises them as RuntimeError or ValueError.
 _STATUS = re.compile(
     r"(UNKNOWN|INTERNAL|UNAVAILABLE|ABORTED|CANCELLED|DEADLINE_EXCEEDED|FAILED_PRECONDITION|DATA_LOSS): "

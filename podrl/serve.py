@@ -35,7 +35,7 @@ from podrl.workers.user_code import Limits
 _EPISODE = "serve"
 _IDLE_S = 1.0  # longest wait for a request while none is open
 _FINISH_S = 10.0  # time that open requests have to finish after Ctrl-C or SIGTERM
-_CONTEXT = 8192  # tokens; largest default of --context
+_CONTEXT = 8192  # largest default of --context, tokens
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -43,7 +43,7 @@ class Prompts:
 
     Attributes:
       tokens_PT: prompt tokens, right-padded with the pad id.
-      length_P: tokens in each prompt, at least 1.
+      length_P: number of tokens in each prompt, at least 1.
       index_P: position of each prompt in the data stream since step 0; part of every sample's random key.
       text: the prompts as text, one per row.
       fields: task fields handed to reward functions, each a sequence of P values (question, answer, ...).
@@ -329,7 +329,7 @@ class AveragedState:
 
 @flax.struct.dataclass
 class Policy:
-    """Weights on the rollout mesh, in the rollout dtype; `version` is the training step that produced them."""
+    """Weights on the rollout mesh, in the rollout dtype; `version` is the number under which they were published."""
 
     params: PyTree
     version: int = flax.struct.field(pytree_node=False)

@@ -19,7 +19,7 @@ from benchmarks.peers.trl_job import REWARDS
 
 _HERE = pathlib.Path(__file__).resolve().parent
 _ROOT = _HERE.parents[1]
-_SKIPPED = 2  # steps at the beginning, in which podrl compiles
+_SKIPPED = 2  # number of first steps that do not count, because podrl compiles in them
 
 
 def run(argv: Sequence[str]) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
       versions of TRL's packages. With Tunix, the figures that compare_tunix.py prints.
 
     Raises:
-      ValueError: an environment cannot be built, or a side failed; its last lines.
+      ValueError: an environment cannot be built, or a side failed; the message has the side's last lines.
     """
     parser = argparse.ArgumentParser(prog="python -m benchmarks peers", description=__doc__)
     parser.add_argument("--peer", required=True, choices=("trl", "tunix"))

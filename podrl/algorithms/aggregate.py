@@ -130,7 +130,7 @@ def token_mean(value_BT: Float[Array, "B T"], mask_BT: Mask) -> Ratio:
 
 
 def divisor(mask_BT: Float[np.ndarray, "B T"], mode: str) -> float:
-    """Returns the number that divides the batch's sum: its loss tokens, its sequences with a loss token, or 1.
+    """Returns the divisor of the batch's sum: the number of loss tokens, or of sequences with a loss token, or 1.
 
     In a batch without a loss token the divisor is 1 for every mode, as it is in an update.
 
@@ -156,7 +156,7 @@ def as_token_mean(
     """Returns one factor per sequence that makes `aggregate` compute a mean over tokens, whatever the mode is.
 
     Multiply token values by these factors, and aggregate the products by `mode`: the result is the mean of the values
-    over tokens. One part of a loss can thus be a mean over tokens although the mode divides the other part otherwise.
+    over tokens. So one part of a loss can be a mean over tokens while the mode divides its other parts differently.
 
     Args:
       mask_BT: 1 on loss tokens; each row is one sequence, not packed.

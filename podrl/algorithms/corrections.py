@@ -1,10 +1,10 @@
 """Corrections for a sampler that differs from the trainer's policy: importance weights and rejection masks.
 
 The rollout engine samples with other kernels and other precision than the trainer, so the two compute different
-probabilities for a token. Their quotient is w = exp(old_logprob - sampler_logprob), trainer over sampler; a weight made
-of w corrects the loss for the difference. w compares the *old* policy with the sampler, never the current policy: the
-policy ratio r is already current over old, so r w is current over sampler. If the sampler's log-probabilities are used
-as the old ones, w is 1 everywhere, so nothing is corrected twice.
+probabilities for a token. Their quotient is w = exp(old_logprob - sampler_logprob), trainer over sampler; a weight
+computed from w corrects the loss for the difference. w compares the *old* policy, never the current, with the sampler:
+the policy ratio r is already current over old, so r w is current over sampler. If the sampler's log-probabilities are
+used as the old ones, w is 1 everywhere, so nothing is corrected twice.
 """
 
 import jax

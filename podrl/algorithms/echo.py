@@ -28,8 +28,8 @@ def observed(
 ) -> Float[np.ndarray, "B T"]:
     """Marks observed tokens with 1: tokens that the environment appended after the first sampled token of a piece.
 
-    Tokens before a piece's first sampled token are its prompt. They do not count, because they repeat tokens of other
-    pieces.
+    Tokens before a piece's first sampled token are its prompt and do not count: the first piece begins with the
+    sample's prompt, and the prompts of later pieces repeat tokens of earlier pieces.
 
     Args:
       mask_BT: 1 on sampled tokens; one sample per row.

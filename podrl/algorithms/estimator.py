@@ -143,7 +143,7 @@ class AdvantageEstimator:
 
     @property
     def needs_group(self) -> bool:
-        """True if a sample alone in its group cannot learn: its advantage is 0, or pass_at_k refuses the group."""
+        """True if a group of one sample is useless: the sample's advantage is 0, or pass_at_k refuses the group."""
         return self.kind == "pass_at_k" or (self.kind in _OF_A_GROUP and self._group.singleton == "zero")
 
     @property

@@ -102,8 +102,8 @@ def masked_whiten(
     """Scales the tokens with mask 1 of the whole batch to variance 1 and, by default, mean 0.
 
     The result is (x - mean) / sqrt(variance + eps). The variance has Bessel's correction, and both sums are divided by
-    count + eps: the arithmetic of TRL and verl. Equal values become exactly 0;
-    without `shift_mean` their mean is then added back.
+    count + eps: the arithmetic of TRL and verl. Equal values become exactly 0; without `shift_mean` their mean is then
+    added back.
 
     Args:
       x_BT: values; masked tokens are ignored, even if they hold NaN.

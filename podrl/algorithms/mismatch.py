@@ -11,7 +11,7 @@ from podrl.algorithms.kl import LOG_RATIO_LIMIT
 from podrl.algorithms.segments import masked
 from podrl.types import Mask, Ratio
 
-_STALE = "_stale_"  # stands between name and age in the name of a metric by age
+_STALE = "_stale_"  # separates a metric's name from the age of its tokens, as in sampler/abs_diff_stale_2
 
 # Moments of the trainer's (x) and the sampler's (y) probabilities. `pearson` computes the correlation from their means,
 # once these are summed over all micro-batches and hosts.
@@ -59,7 +59,7 @@ def mismatch_by_age(
     age_BT: Float[Array, "B T"],
     oldest: int,
 ) -> dict[str, Ratio]:
-    """Splits `sampler/abs_diff` by the age of tokens: each entry is what tokens of one age add to the mean.
+    """Splits `sampler/abs_diff` by the age of tokens: each entry is the part of the mean from tokens of one age.
 
     Args:
       logprob_BT: trainer's log-probabilities, nats.
@@ -113,7 +113,7 @@ def ratios_by_age(
 
 
 def divided(mean: Mapping[str, float]) -> dict[str, float]:
-    """Turns metrics by age into means over the tokens of that age, and leaves out ages that no token has.
+    """Turns each metric by age into a mean over the tokens of its age, and leaves out ages that no token has.
 
     Args:
       mean: means over all loss tokens, by the metric's name. The value of a metric by age is the part of the mean that

@@ -380,7 +380,7 @@ class PolicyLoss:
     def as_token_mean(
         self, mask_BT: Float[np.ndarray, "B T"], over_BT: Float[np.ndarray, "B T"] | None = None
     ) -> Float[np.ndarray, "B 1"]:
-        """Returns one factor per sample; advantages times these factors make a part of the loss that is a token mean.
+        """Returns one factor per sample; advantages multiplied by it contribute a mean over tokens to the loss.
 
         Args:
           mask_BT: 1 on loss tokens of the update's samples, one sample per row.

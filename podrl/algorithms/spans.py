@@ -13,7 +13,7 @@ def common_spans(end_X: Int[np.ndarray, " X"], end_Y: Int[np.ndarray, " Y"]) -> 
 
     Args:
       end_X: end of each token, in bytes from the start of the text; strictly ascending.
-      end_Y: the same for the tokens of the other sequence.
+      end_Y: end of each token of the other sequence, in the same form.
 
     Returns:
       The number of each token's span, from 0, in arrays (X,) and (Y,); -1 for tokens after the last span.

@@ -236,17 +236,17 @@ class Actor:
         return self._noted(self._token_weights(self.params(), batch))
 
     def teaching(self, batch: Batch[Layout]) -> Any:
-        """Returns the policy's likeliest ids at every token's place, with their log-probabilities under the teacher."""
+        """Returns the policy's likeliest ids at each token's position and their log-probabilities under the teacher."""
         assert self._teacher_parts.score is not None, "prepare(loss, weigh, teacher) comes first"
         return self._noted(self._teacher_parts.score(self.params(), self._reference_on_devices(), batch))
 
     def likely_ids(self, batch: Batch[Layout]) -> Array:
-        """Returns the policy's K likeliest ids at every token's place: (A, B, T, K)."""
+        """Returns the policy's K likeliest ids at each token's position: (A, B, T, K)."""
         assert self._teacher_parts.likely is not None, "prepare(loss, weigh, teacher) comes first"
         return self._noted(self._teacher_parts.likely(self.params(), batch))
 
     def teacher_id_logprobs(self, teacher: Teacher, batch: Batch[IdRows]) -> Array:
-        """Scores the K ids at every token's place under a teacher, which reads its own prompts: (A, B, T, K), nats."""
+        """Scores the K ids at each token's position under a teacher that reads its own prompts: (A, B, T, K), nats."""
         assert self._teacher_parts.score_ids is not None, "prepare(loss, weigh, teacher) comes first"
         own = {"current": self.params, "ema": self._average}
         return self._noted(self._teacher_parts.score_ids(own.get(teacher, self._reference_on_devices)(), batch))
@@ -287,7 +287,7 @@ class Actor:
 
         Args:
           tokens_BT: token ids, right-padded.
-          length_B: tokens in each sequence.
+          length_B: number of tokens in each sequence.
           longest: bound on `length_B`, for the shape of the packed rows.
           reference: True for the reference policy, False for the actor.
 

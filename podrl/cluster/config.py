@@ -69,7 +69,7 @@ class ClusterConfig:
     rollout_engine: str | type = "vanilla"
 
     def __post_init__(self):
-        refuse_inside()  # before models are loaded
+        refuse_inside()  # refuses worker processes, which must not train, before models are loaded
         roles = self.role_to_mesh
         require(isinstance(roles, Mapping), "role_to_mesh", roles, "a mapping of roles to meshes")
         for role in (Role.ACTOR, Role.ROLLOUT):
@@ -114,7 +114,7 @@ class ClusterConfig:
         check_engine(self.rollout_engine, self.rollout())
 
     def _check_modes(self) -> None:
-        """Refuses a `rollout_config` of another type, and settings of Mode.EVAL that would have no effect."""
+        """Refuses a `rollout_config` of a wrong type, and settings of Mode.EVAL that would have no effect."""
         given = self.rollout_config
         if isinstance(given, RolloutConfig):
             return

@@ -22,10 +22,10 @@ from podrl.runtime.watchdog import EXIT_PREEMPTED
 from podrl.types import Policy
 
 _AHEAD = 16  # number of calls that a host requests before the head has sent them
-_ACK_EVERY = 8  # calls between two acknowledgements
+_ACK_EVERY = 8  # number of calls between two acknowledgements
 _LOOK_S = 0.5
 _OWN = ("step", "move", "open", "use", "close", "sleep")  # calls that _Follower makes itself, not its Device
-_LEAVE_S = 60.0  # seconds to wait until the thread that ends this process has done so
+_LEAVE_S = 60.0  # longest time, in seconds, that `Pod.quit` takes to end this process on its own thread
 
 
 class ReplicaHead:

@@ -20,7 +20,7 @@ from podrl.storage.storage import locate
 from podrl.types import PyTree, Rollouts
 
 _PROBE = "The answer is 42.\n<answer>4 + 2 = 6</answer>"
-_ROWS = 8  # rows that each data shard scores at a time
+_ROWS = 8  # number of rows that each data shard scores at a time
 # Longest text in the reward model's own tokens, in multiples of the policy's longest sample; the rest is cut off.
 OWN_TOKENS = 2
 
@@ -54,8 +54,8 @@ class RewardModel:
           directory: a Hugging Face directory, local or gs://, with `score.weight`.
           mesh: mesh that the model goes to.
           tokenizer: tokenizer of the policy.
-          longest: tokens of the policy's longest sample. One program of this width scores all samples; its width is
-            OWN_TOKENS times as large if the model reads texts in tokens of its own.
+          longest: number of tokens in the policy's longest sample. One program of this width scores all samples; its
+            width is OWN_TOKENS times as large if the model reads texts in tokens of its own.
           dtype: type of the weights and of the computation; scores are float32.
 
         Raises:

@@ -327,7 +327,7 @@ class RLCluster(SavedByRun):
           policy: result of `sync_weights`; None to move the weights now.
           apply_chat_template: True to wrap each text as a user's turn; a conversation always uses the chat template.
           mode: purpose of the samples, which selects the sampling settings of the rollout configuration.
-          group_size: samples per prompt.
+          group_size: number of samples per prompt.
           step: number that is part of every sample's random key.
           sampling: sampling settings to use instead of the configuration's; None for the configuration's.
           ended: function that is called with each sample when it ends, if the engine has the ability 'tells'

@@ -67,7 +67,7 @@ class Teacher:
           policy: tokenizer of the policy.
           sources: labels of the sources whose samples it scores; () for all sources that no other teacher scores.
           temperature: sampling temperature; log-probabilities belong to the distribution at this temperature.
-          longest: tokens of the longest sequence of the policy.
+          longest: number of tokens in the policy's longest sequence.
 
         Raises:
           ValueError: the model lacks embeddings of ids that it reads or positions of the longest sequence, or its

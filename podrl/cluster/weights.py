@@ -120,7 +120,7 @@ class WeightSync:
             self.publisher.await_version(version)
 
     def hold(self, version: int) -> None:
-        """Makes this trainer process keep a version until the next call of `hold`; only with topology split."""
+        """Makes this trainer process keep a version until the next call of `hold`; only with `topology=split`."""
         self.publisher.hold(version)
 
     def blank(self) -> Policy:

@@ -1,4 +1,4 @@
-"""Creates a process's rollout worker: its share of the lanes (rows of the decode batch), the ids that end samples."""
+"""Creates a process's rollout worker, with its share of the lanes (rows of the decode batch) and the ids of stops."""
 
 import dataclasses
 
@@ -28,11 +28,12 @@ def rollout_worker(
       seed: seed of sampling.
 
     Raises:
-      ValueError: sizes do not fit together, the mesh cuts rows along time, or no text contains a stop string.
+      ValueError: sizes do not fit together, the mesh cuts rows along time, or a stop string mixes text with a special
+        token.
     """
     check_decodes(mesh, key="role_to_mesh[Role.ROLLOUT]")
     config = cluster.rollout()
-    if local_mesh is not mesh:  # `lanes` counts those of all hosts; each host gets its share
+    if local_mesh is not mesh:  # `lanes` counts the lanes of all hosts; each host gets its share
         share = mesh.shape["data"] // local_mesh.shape["data"]
         config = dataclasses.replace(config, lanes=max(config.lanes // share, 1))
     texts, eos_ids = ends_of_samples(config, tokenizer)
@@ -51,7 +52,8 @@ def ends_of_samples(config: RolloutConfig, tokenizer: Tokenizer) -> tuple[tuple[
     """Returns the stop strings that are text, and the ids that end every sample.
 
     Raises:
-      ValueError: no text contains one of the stop strings.
+      ValueError: a stop string mixes text with a special token; completions are decoded without special tokens, so
+        they never contain it.
     """
     texts, ids = Dialogue(tokenizer).stops(config.stop_strings)
     return texts, tuple(dict.fromkeys([*(config.eos_tokens or tokenizer.eos_ids), *ids]))

@@ -97,7 +97,7 @@ def check_files(mine: Mapping[str, str], pod: Pod, deadline_s: float) -> None:
 
 
 def changed_since(mine: Mapping[str, str], place: str, workdir: pathlib.Path) -> str:
-    """Compares the facts of this start with those of the run's last start, and writes them to files.json.
+    """Compares the facts of this start with the facts of the run's last start, and writes the new facts to files.json.
 
     A changed file does not end a run, because users resume runs with corrected data or repaired functions.
 

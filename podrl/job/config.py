@@ -145,12 +145,12 @@ class ScratchModel:
       num_layers: number of layers.
       model_dim: width of the residual stream.
       ffn_dim: width of the feed-forward layers; with experts, the width of each expert.
-      num_heads: query heads of a layer; a multiple of `num_kv_heads`.
-      num_kv_heads: key and value heads of a layer.
+      num_heads: number of query heads in a layer; a multiple of `num_kv_heads`.
+      num_kv_heads: number of key/value heads in a layer.
       head_dim: width of a head.
       window: number of tokens that a layer attends to. It applies to every second layer, and in a model with experts to
         every layer. The other layers attend to all tokens; a model with linear attention has no such window.
-      max_length: tokens of the longest sequence.
+      max_length: length of the longest sequence, in tokens.
       experts: number of feed-forward experts of a layer; `chosen` of them compute each token. 0 makes a dense model.
       chosen: number of experts that compute a token.
       linear: number of layers of linear attention before each layer of full attention; 0 for no linear attention.
@@ -482,7 +482,7 @@ def complete(values: ConfigValues) -> ConfigValues:
     fields: ConfigValues = {}
     if not kind.offline:
         other = "grpo" if section == "ppo" else "ppo"
-        # A configuration written for the other kind of algorithm keeps the values of keys that both kinds have, except
+        # If a configuration for GRPO is run with PPO, or the reverse, the keys that both have keep their values, except
         # keys that the preset sets.
         common = {f.name for f in dataclasses.fields(AlgorithmConfig)}
         carried = {key: value for key, value in values_of_section.pop(other, {}).items() if key in common}

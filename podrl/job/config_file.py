@@ -14,7 +14,7 @@ from podrl.config import nearest
 
 
 def find_config(name: str, cwd: pathlib.Path | None = None) -> str:
-    """Finds a configuration file: at the path that the user names, else in ./configs, else among those of podrl.
+    """Finds a configuration file: at the path that the user names, else in ./configs, else among podrl's own.
 
     Args:
       name: 'file.py' or 'file.py:variant'.

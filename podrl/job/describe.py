@@ -48,7 +48,7 @@ def role_rows(
     Args:
       on: meshes of all roles.
       auxiliary: descriptions of the roles 'critic', 'teacher' and 'reward', as far as the job has them.
-      pod: the job's processes, or those that a dry run plans; None for one process.
+      pod: the job's processes, or the processes that a dry run plans; None for one process.
       roles: the configured meshes, and hosts for evaluations.
     """
     evaluation = roles.eval
@@ -150,7 +150,7 @@ def about_job(job: Job, on: Meshes, pod: Pod | PlannedPod | None = None, code: s
     Args:
       job: the job.
       on: meshes of all roles.
-      pod: the job's processes, or those that a dry run plans; None for one process.
+      pod: the job's processes, or the processes that a dry run plans; None for one process.
       code: URL of the user's code, with its SHA-256; '' for none.
     """
     header = ["role", "mesh", "devices", "ids", "process", "does"]
@@ -189,7 +189,7 @@ def _sources(job: Job) -> Table:
     return Table("Sources", columns, table)
 
 
-_LOOK = 256  # records of a source's files that are searched for questions
+_LOOK = 256  # number of records of a source's files that are searched for questions
 _FEW = 10  # with fewer held-out records than this, comparing two evaluations says nothing
 
 

@@ -139,8 +139,8 @@ def build_scorer(job: Job, on: Meshes, trains: bool | None) -> ScorerCluster:
     Args:
       job: the job.
       on: meshes of all roles.
-      trains: under topology=split, True if this process trains; a host then sees only its own cluster, so that the
-        meshes cannot tell. None elsewhere, because the meshes tell.
+      trains: under topology=split, True if this process trains; the meshes cannot tell, because a host then sees only
+        its own cluster. None under any other topology: the actor's mesh then shows whether this process trains.
     """
     tokenizer = job.model.open_tokenizer(job.tokenizer)
     source: Any = None
@@ -177,7 +177,7 @@ def scratch_model(config: ScratchModel, vocab_size: int, mesh: Mesh, seed: int, 
 
     Args:
       config: sizes of the model.
-      vocab_size: tokens of the vocabulary.
+      vocab_size: number of tokens in the vocabulary.
       mesh: mesh of the trainer.
       seed: seed of the parameters.
       here: True if the mesh has devices of this process.
@@ -215,11 +215,11 @@ def run(
       command: command or Python call that started the job, for the message that says how to resume.
       pod: the job's processes, each of which calls this function; None if there is one process.
       profile: first and last step to profile, as in '120:125'; '' for none.
-      code: URL of the user's code that this host has unpacked, with its SHA-256; '' where none was sent.
+      code: URL of the user's code that this host has unpacked, with its SHA-256; '' if no code was sent.
     """
     steps = parse_steps(profile)
     check_storage(workdir, values)
-    # First, because hosts with other settings may never send the messages for which the code below waits.
+    # This check comes first, because hosts with other settings may never send the messages that the code below awaits.
     if pod is not None:
         alike.check_settings(values, pod, 4 * build(LogConfig, values["log"], "config.log").stall_s)
     values = _pinned(values, workdir, pod)
@@ -236,7 +236,8 @@ def run(
     role = TRAINER if pod is None else pod.seat.hosts.role(pod.seat.process)
     on = meshes(job.roles, pod.seat.hosts if pod else None, split=link is not None, role=role)
     # Code that cannot be loaded, a record that cannot be rendered, or a misspelt reward fails before models are loaded.
-    if _generates(pod) and not asks_template(environment_config(job.env)):  # else tools_of_prompts has loaded them
+    # If prompts name tools, tools_of_prompts has loaded the environments already.
+    if _generates(pod) and not asks_template(environment_config(job.env)):
         with announce_if_long("Loading the environments and tools ...", log):
             check_environments(job, secrets=True)
     tokenizer = job.model.open_tokenizer(job.tokenizer, tools)

@@ -107,7 +107,7 @@ def _presets(key: Key, starts: Mapping[str, ConfigValues]) -> dict[str, str]:
 def _keys(
     cls: type, prefix: str, readers: tuple[str, ...], start: object = None, leave_out: tuple[str, ...] = ()
 ) -> Iterator[Key]:
-    """Lists the keys of the settings `cls`; `start` has the default values; None takes those of `cls` itself."""
+    """Lists the keys of the settings `cls`; `start` has their default values, None stands for the defaults of `cls`."""
     meanings_of_fields, fields = meanings(cls), {field.name: field for field in dataclasses.fields(cls)}
     groups: list[tuple[str, type, object]] = []
     for name, hint in types_of(cls).items():

@@ -41,7 +41,7 @@ from podrl.runtime.service import ServiceError
 from podrl.storage import hub, storage
 
 _log = logging.getLogger("podrl.job")
-_LOOK = 256  # records of a source whose fields are checked
+_LOOK = 256  # number of records of a source whose fields are checked
 # Number of records of each source that are rendered as for training: at the start of a run, and in a dry run. To render
 # a conversation of six turns takes 10 ms, a very long one a second.
 _FEW, _MANY = 32, 10_000

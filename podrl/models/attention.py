@@ -1,4 +1,4 @@
-"""Self-attention over packed rows, by four algorithms: causal, with segments, shared tokens, windows, caps, sinks."""
+"""Causal self-attention over packed rows, with windows, soft caps and sinks; four algorithms compute it."""
 
 import functools
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from podrl.models import time_cut
 NEG_INF = -1e30
 # Name under which remat policies may keep the values that attention's backward pass needs besides q, k and v.
 ATTENTION_NAME = "attention"
-# Default tokens of a block. A row of at most this length is one block, and all its scores are computed at once.
+# Default number of tokens in a block. A shorter row is one block, and all its scores are computed at once.
 BLOCK = 512
 _LANES = 128
 
@@ -62,7 +62,7 @@ def attention(
         `block` scores and skips blocks in which no key is seen. 'splash' is JAX's TPU kernel, and 'prefix' is podrl's
         TPU kernel for `shared`. 'auto' takes the matching kernel on TPU if T is a multiple of 128 and H of 64 (splash
         also needs `windows`), and 'blockwise' elsewhere.
-      block: tokens of a block for 'blockwise', and the largest block for 'prefix'.
+      block: number of tokens in a block of 'blockwise', and in the largest block of 'prefix'.
       interpret: True if the TPU kernels run interpreted on CPU, which is slow.
 
     Raises:
@@ -200,7 +200,7 @@ def _blockwise(
 
     Args:
       shared: last_BT and position_BT, or nothing.
-      block: tokens of a block.
+      block: number of tokens in a block.
       order: block numbers of the queries, in one array, if the queries are only some blocks of the row; the length of
         the row is then a multiple of `block`. () if the queries are the whole row.
     """
@@ -223,7 +223,7 @@ def _blockwise(
 Where = tuple[Array, ...]
 
 
-# One array with the number, in the row, of each block of queries; () if query block n is block n of the row.
+# One array with each query block's number in the row; () if query block n is block n of the row.
 Order = tuple[Array, ...]
 # Scores of the heads' sinks, in one array; () if heads have no sinks.
 Sinks = tuple[Array, ...]
@@ -389,7 +389,7 @@ def _join(blocks: Array) -> Array:
 
 
 def on_tpu(mesh: Mesh | None) -> bool:
-    """True if the devices of a mesh are TPUs; None asks about the devices of this process."""
+    """True if the devices of a mesh are TPUs. Without a mesh (None), JAX's default devices are meant."""
     device = mesh.devices.flat[0] if mesh is not None else jax.devices()[0]
     return device.platform == "tpu"
 
@@ -420,7 +420,7 @@ def _splash(
     windows: tuple[int, ...],
     interpret: bool,
 ) -> Array:
-    """Runs JAX's TPU kernel; windows are compiled in, with one branch for each window that is shorter than the row."""
+    """Runs JAX's TPU kernel, which needs the window at compile time: each window shorter than the row gets a branch."""
     T = q_BTNH.shape[1]
     short = [w for w in windows if w < T]
     run = [functools.partial(_splash_one, window=w, softcap=softcap, interpret=interpret) for w in (*short, T)]

@@ -39,7 +39,7 @@ class RopeScaling:
         the frequencies of long wavelengths, with a smooth transition to short ones. 'yarn' (arXiv 2309.00071) also
         divides the frequencies of long wavelengths, but its transition is linear in the index of the frequency; it also
         multiplies cosines and sines by `attention_factor`. 'proportional' (Gemma 4) divides the highest frequencies,
-        as many as the share `turned`, and sets all other frequencies to 0.
+        which are the share `turned` of all, and sets all other frequencies to 0.
       factor: divisor of the frequencies; wavelengths grow by this factor.
       low_freq_factor: number that sets the upper end of llama3's transition: wavelengths above
         `original_length / low_freq_factor` are stretched fully.
@@ -199,7 +199,7 @@ class Delta:
 
     @property
     def head_channels(self) -> int:
-        """Number of a key head's channels of the convolution."""
+        """Number of the convolution's channels that belong to one key head."""
         return sum(self.sections)
 
     @property
@@ -209,7 +209,7 @@ class Delta:
 
     @property
     def outputs(self) -> int:
-        """Number of all dimensions of values, and of the outputs before the last projection."""
+        """Number of dimensions of a token's values over all heads; the input of the last projection has as many."""
         return self.value_heads * self.value_dim
 
 

@@ -310,7 +310,7 @@ def per_layer_embeddings(
 
     Args:
       params: parameters of the model; only those outside the layers are read.
-      tokens_BT: tokens.
+      tokens_BT: token ids.
       x_BTD: embeddings of the tokens, as `embed` returns them.
       config: the model; without per-layer embeddings the result is ().
       mesh: mesh on which activations are placed; None for one device.
@@ -378,7 +378,7 @@ def hidden(
 
 @dataclasses.dataclass(frozen=True)
 class _Pass:
-    """The arguments of `replayed` that all layers of a forward pass share, and the rows' cuts for linear attention.
+    """The arguments of `replayed` that all layers of a forward pass share, and the chunks of rows for linear attention.
 
     Attributes:
       linear: arguments of `podrl.models.delta.mix` for these rows; None without layers of linear attention.
@@ -462,7 +462,7 @@ def replayed(
     route_LBTk: Int[Array, "L B T k"] | None,
     balance: Float[Array, ""] | None = None,
 ) -> tuple[Float[Array, "B T D"], Int[Array, "L B T k"] | None]:
-    """Computes final normalised hidden states of packed rows; recorded experts compute the tokens with recorded routes.
+    """Computes final normalised hidden states of packed rows; tokens with recorded routes take the recorded experts.
 
     Args:
       params: whole parameter tree, adapters joined in.

@@ -9,7 +9,7 @@ query:
 Dimensions beside those of podrl.types: K heads of queries and keys, N heads of values, H key width, U value width, X
 chunks of a row, C tokens of a chunk, W taps of the convolution. I channels of the convolution belong to each head of
 keys: its query, its key, and the values of the heads that it serves. So all arrays are cut over `tensor` by heads. J is
-(W - 1) I, the channels of the tokens that the convolution still needs.
+(W - 1) I: the convolution's inputs of the last W - 1 tokens, for one head of keys.
 """
 
 from collections.abc import Callable, Mapping
@@ -82,8 +82,8 @@ def cut(
       prefix_BT: number of the segment that each token's segment continues, its prefix; 0 for none. A prefix continues
         no other segment, and only segments that continue the same prefix lie between a segment and its prefix. None if
         no segment continues another.
-      before_B: number of the segment that each row goes on with from a state at its start; 0 if the row starts from
-        zeros. None if all rows start from zeros.
+      before_B: number of the segment that began before the row, and that the row's first tokens continue from a given
+        state; 0 if the row starts from zeros. None if all rows start from zeros.
       chunk: number of tokens of a chunk, C.
     """
     segment_BXC = _chunked(segment_BT, chunk)
@@ -148,7 +148,7 @@ def step(
     decay_BN: Float[Array, "B N"],
     beta_BN: Float[Array, "B N"],
 ) -> tuple[Float[Array, "B N U"], Float[Array, "B N H U"]]:
-    """Applies the rule to one token of each row, in float32: (outputs, states after the token).
+    """Applies the gated delta rule to one token of each row, in float32: (outputs, states after the token).
 
     Args:
       state_BNHU: states before the token.
@@ -176,7 +176,7 @@ def over_rows(
     chunks: Chunks,
     state_BNHU: Float[Array, "B N H U"] | None = None,
 ) -> tuple[Float[Array, "B T N U"], Float[Array, "B N H U"]]:
-    """Applies the rule to packed rows, in float32: (outputs, states after the last token of each row).
+    """Applies the gated delta rule to packed rows, in float32: (outputs, states after the last token of each row).
 
     Inside a chunk the changes of all tokens solve one triangular system (arXiv 2406.06484). A scan over the chunks
     carries the running state and the held state. Outputs of padding are 0.
@@ -205,7 +205,7 @@ def over_rows(
     solved = _sum("BXNCD,BXNDU->BXNCU", _inverse(system), sides)
     inside = {
         "change": solved[..., :U],  # change by each token if the chunk starts from zeros
-        "undo": solved[..., U:],  # times the state that enters the chunk: subtracted from the change
+        "undo": solved[..., U:],  # this, times the state that enters the chunk, is subtracted from the change
         "scores": _sum("BXNCH,BXNDH->BXNCD", q, k) * pair_BXNCC,
         "reads": q * entering_BXNC[..., None],
         "keys": k,

@@ -317,7 +317,7 @@ def _kinds(
     change = {"head_dim": known["global_head_dim"]}
     if known["attention_k_eq_v"] and known.get("num_global_key_value_heads"):
         change["num_key_value_heads"] = known["num_global_key_value_heads"]
-    if "per_layer_config" in known:  # the newer form, which overrides the other fields
+    if "per_layer_config" in known:  # newer files describe full layers here, and this field overrides the others
         per_layer = {int(i): dict(changes) for i, changes in known["per_layer_config"].items() if changes}
         full = [i for i, slides in enumerate(sliding) if not slides]
         change = per_layer.get(full[0], {})
@@ -632,7 +632,10 @@ def _yarn(rope: JsonObject, theta: float, limit: int | None, where: str) -> Rope
 
 
 def _stretched(scaling: RopeScaling) -> int:
-    """Returns the context length with YaRN, tokens; other fields of a file may give the length without YaRN."""
+    """Returns the context length that YaRN stretches to, tokens; 0 for other scalings.
+
+    With YaRN, max_position_embeddings may be the length before stretching.
+    """
     return round(scaling.factor * scaling.original_length) if scaling.kind == "yarn" else 0
 
 

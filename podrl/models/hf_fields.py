@@ -24,7 +24,7 @@ EXPERT_FIELDS: Mapping[str, tuple[str, ...]] = {
 QWEN3_5 = ("qwen3_5", "qwen3_5_moe")
 PARTIAL_ROPE = (*QWEN3_5, "glm4_moe")  # rotary positions turn a part of each head
 _GEMMA4 = ("global_head_dim", "num_global_key_value_heads", "attention_k_eq_v", "per_layer_config")
-# Fields of Gemma 4 for embeddings for each layer, and for layers that reuse the keys of others.
+# Fields of Gemma 4 for per-layer embeddings, and for layers that reuse the keys of other layers.
 _SMALL = ("hidden_size_per_layer_input", "vocab_size_per_layer_input", "num_kv_shared_layers", "use_double_wide_mlp")
 _CLAMPED = ("swiglu_limit", "swiglu_alpha")
 # Fields of gpt-oss's published file that only repeat others: transformers reads the same values under other names.
@@ -110,9 +110,9 @@ _IGNORABLE = frozenset(
         "length_penalty",
         "output_router_logits",
         "mamba_ssm_dtype",  # type of the states, which are float32 in podrl
-        "num_nextn_predict_layers",  # podrl leaves these layers' tensors out
+        "num_nextn_predict_layers",  # layers that predict further tokens; podrl does not load their tensors
         "num_mtp_layers",
-        "mtp_num_hidden_layers",  # podrl leaves these layers' tensors out
+        "mtp_num_hidden_layers",  # layers that predict further tokens; podrl does not load their tensors
         "mtp_use_dedicated_embeddings",
         "router_aux_loss_coef",  # coefficient of an auxiliary loss, which podrl does not add
     )
@@ -135,10 +135,10 @@ _FIXED: Mapping[str, tuple[object, ...]] = {
     "decoder_sparse_step": (1, None),  # every layer has experts
     "mlp_only_layers": ([], None),
     "router_jitter_noise": (0, 0.0, None),
-    "n_group": (1, None),  # experts are chosen among all, not group by group
+    "n_group": (1, None),  # podrl chooses experts among all experts, not group by group
     "topk_group": (1, None),
 }
-# Values that podrl also accepts, for one family only: podrl computes them there.
+# Further values of these fields that podrl computes, but only for the named family.
 _FIXED_OF: Mapping[str, Mapping[str, tuple[object, ...]]] = {
     # In Gemma 4 the field changes only tokens of images, and never text. In Gemma 3 it changes all tokens.
     "gemma4": {"use_bidirectional_attention": ("vision",), "enable_moe_block": (True,)},

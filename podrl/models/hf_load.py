@@ -36,7 +36,7 @@ _OTHER_PARTS = re.compile(
 # Prefixes of the text decoder's tensors in checkpoints that also hold other towers, each with the prefix that the
 # tensors have in a checkpoint of the decoder alone.
 _TEXT_PREFIXES = (("language_model.model.", "model."), ("model.language_model.", "model."), ("language_model.", ""))
-_PEFT_PREFIX = "base_model.model."  # prefix of the model's own names in files of adapters
+_PEFT_PREFIX = "base_model.model."  # prefix that PEFT adds to the model's own names of tensors
 # A tensor that holds the matrices of all experts of a layer; gate and up are stacked in one tensor.
 _FUSED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
 _LISTED = 8
@@ -197,7 +197,7 @@ def _other_part(name: str, config: ModelConfig) -> str:
     """Returns the name of the part that a tensor belongs to; '' if this part is the text decoder.
 
     Files of GLM 4.5 hold further layers after the decoder's last layer, which predict several tokens at once. Files of
-    small Gemma 4 models may hold unused projections of keys and values, in layers that reuse those of other layers.
+    small Gemma 4 models may hold unused key and value projections in layers that reuse the keys and values of others.
     """
     if match := _OTHER_PARTS.fullmatch(name):
         return match[1]
@@ -285,8 +285,8 @@ def _stored_sharding(entry: Entry, target: NamedSharding) -> NamedSharding:
 
 
 def _merged(axes: Sequence[Any]) -> Any:
-    """Returns the mesh axes of several dimensions that are flattened into one: the axes of the first dimension, if the
-    others are not cut."""
+    """Returns the mesh axes of several dimensions that are flattened into one: the axes of the first dimension; None if
+    a later dimension is cut."""
     return axes[0] if axes and all(a is None for a in axes[1:]) else None
 
 

@@ -49,7 +49,7 @@ _PER_LAYER = {
     "post_ple_norm": ("model.layers.{}.post_per_layer_input_norm.weight", 0),
 }
 
-# Linear attention beside its projections: leaf -> tensor name after the layer's prefix.
+# Leaves of linear attention that are not projections: leaf -> tensor name after the layer's prefix.
 _LINEAR = {
     "delta_conv": "linear_attn.conv1d.weight",
     "delta_rate": "linear_attn.A_log",

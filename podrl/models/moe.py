@@ -272,14 +272,14 @@ def _on_device(
     Args:
       x_BTD: the device's tokens.
       weights: the device's parts of router and experts.
-      index, config, tpu: arguments of `feed_forward`.
+      index, config, tpu: the arguments of `feed_forward` with these names.
       given: arguments of `feed_forward` that are not None: 'route', 'router', 'real' and 'balance'.
-      layout: the device's place.
+      layout: how tokens and experts are cut over the devices.
     """
     experts = config.experts
     assert experts is not None
     floats = [n for n in weights if n not in _ROUTING and f"{n}_scale" not in weights]
-    if layout.spread:  # gathered in the type of the products: bfloat16 takes half of the bytes
+    if layout.spread:  # gathers weights in the type of the products, because bfloat16 takes half the bytes
         weights = {n: w.astype(x_BTD.dtype) if n in floats else w for n, w in weights.items()}
     # Weights are gathered inside shard_map, so that each device sums the gradient of its own part only.
     whole: dict[str, Array] = {name: _gathered(w, layout.cuts.get(name, Spec())) for name, w in weights.items()}
@@ -469,7 +469,7 @@ def _scattered(axes: tuple[str, ...], dim: int, shape: tuple[int, ...], d: Array
     device, and so send twice the bytes.
     """
     parts = jnp.moveaxis(d.reshape(*d.shape[:dim], -1, shape[dim], *d.shape[dim + 1 :]), dim, 0)
-    rows = parts.reshape(-1, shape[-1])  # a device's part is many of these rows
+    rows = parts.reshape(-1, shape[-1])  # each device's part is a block of consecutive rows
     return (lax.psum_scatter(rows, axes, scatter_dimension=0, tiled=True).reshape(shape),)
 
 
@@ -746,7 +746,7 @@ def _block_products(leaves: Mapping[str, Array], g: Array) -> _Products:
 
 
 def _biases(leaves: Mapping[str, Array], g: Array) -> Callable[[str, int | None], Array | None]:
-    """Builds the function `bias` of `_Products` for rows of expert `g`, or for rows each with its own expert."""
+    """Builds the function `bias` of `_Products`; `g` is the expert of all rows, or an array with each row's expert."""
     return lambda name, part: leaves[f"{name}_bias"][_at(g, part)] if f"{name}_bias" in leaves else None
 
 

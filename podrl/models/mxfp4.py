@@ -7,7 +7,7 @@ import numpy as np
 
 from podrl.models.tensor_files import StoredTensor
 
-_GROUP = 32  # values that share a scale
+_GROUP = 32  # number of values that share a scale
 # Values of the 16 codes (E2M1: a sign, two bits of exponent, one of mantissa).
 _VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 _BLOCKS, _SCALES = "_blocks", "_scales"
@@ -56,7 +56,7 @@ def joined(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
       stored: tensors of a checkpoint by name.
 
     Raises:
-      ValueError: one of a pair is missing, or their types or shapes do not fit.
+      ValueError: one tensor of a pair is missing, or the types or shapes of the two do not fit.
     """
     tensors = dict(stored)
     for name in [name for name in stored if name.endswith(_BLOCKS)]:

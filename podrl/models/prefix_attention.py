@@ -97,9 +97,9 @@ class _Static(NamedTuple):
     """Static arguments of the kernels.
 
     Attributes:
-      T: tokens of a row.
-      size: tokens of a block.
-      group: query heads that share a key/value head.
+      T: number of tokens in a row.
+      size: number of tokens in a block.
+      group: number of query heads that share a key/value head.
       softcap: c in c * tanh(score / c); 0 is off.
       name: name under which remat policies may keep the output and its logsumexp.
       interpret: True if the kernels run interpreted on CPU.
@@ -134,8 +134,8 @@ def _block(T: int, width: int, block: int) -> int:
     """Chooses the number of tokens of a block; the whole row is one block if it is short enough.
 
     Args:
-      T: tokens of a row.
-      width: elements of a token's queries over all heads of a group.
+      T: number of tokens in a row.
+      width: number of elements in a token's queries, over all heads of a group.
       block: largest number of tokens.
     """
     while block > LANES and block * width > _MOST:
@@ -415,7 +415,7 @@ class _Call:
 
     Attributes:
       rows: shape of an array with one number per query, padded to whole blocks.
-      of_queries: block specification of such an array.
+      of_queries: block specification of an array of shape `rows`.
     """
 
     def __init__(self, q_BNHT: Array, where: Where, static: _Static, *, by_keys: bool = False):

@@ -133,7 +133,7 @@ def directories_of(**models: Any) -> dict[str, str]:
     return {n: os.fspath(model) if named[n] else getattr(model, "directory", "") for n, model in models.items()}
 
 
-# What to change in a job whose prompts have too many tokens.
+# End of the error about prompts with too many tokens: the keys to change.
 _LOWER = (
     "lower rollout.max_prompt_length (0 takes the data's longest prompt), so that prompt and answer "
     "(rollout.max_tokens_to_generate) together exceed neither this number nor rollout.kv_cache_size. data.long_prompts "

@@ -12,7 +12,7 @@ from podrl.models.hf_config import config_from_hf
 from podrl.models.parameters import is_param, param_specs, stacks_of
 from podrl.types import PyTree
 
-ModelFields = dict[str, Any]  # keyword arguments of ModelConfig, or of one of the functions below
+ModelFields = dict[str, Any]  # fields of a Hugging Face config.json
 
 
 def _gemma2(dim: int, ffn: int, layers: int, heads: int, kv_heads: int, head_dim: int, scalar: int) -> ModelFields:
@@ -146,7 +146,7 @@ def _qwen3_moe(dim: int, expert: int, layers: int, heads: int) -> ModelFields:
 
 
 def _qwen35(dim: int, layers: int, heads: int, kv_heads: int, **more: Any) -> ModelFields:
-    """Fields that the Qwen 3.5 models with and without experts share; `more` are the other fields of a size."""
+    """Fields that the Qwen 3.5 models with and without experts share, and the fields `more` of one model."""
     return {
         "model_type": "qwen3_5_text",
         "vocab_size": 248_320,

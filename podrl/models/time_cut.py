@@ -115,7 +115,7 @@ def _whole(x: Array, axis: str) -> Array:
 
 
 def _moved(x_BTNH: Array, moves: Sequence[Sequence[tuple[int, int]]], axis: str) -> Array:
-    """Sends each half of a device's tokens where the half's move says; returns the tokens unchanged without moves."""
+    """Sends each half of a device's tokens to the device that `moves` gives for it; without moves, keeps the tokens."""
     if not moves:
         return x_BTNH
     halves = jnp.split(x_BTNH, len(moves), axis=1)

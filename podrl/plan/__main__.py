@@ -59,14 +59,14 @@ _FACTOR = flags.DEFINE_float(
 
 
 def make_report(values: ConfigValues, *, log: Callable[[str], None] | None = None) -> "PlanReport":
-    """Compiles every program of a configuration's job, as the flags say.
+    """Compiles every program of a configuration's job for the topologies that the flags name.
 
     Args:
       values: the whole configuration.
       log: function that is called with a line per program and trial; None logs nothing.
 
     Raises:
-      ValueError: a topology, mesh or configuration makes no sense.
+      ValueError: a topology, mesh or configuration is wrong, or they do not fit together.
     """
     from podrl.cluster.engines import ENGINES
     from podrl.job.config import KINDS, parse, section_of, with_prompt_length

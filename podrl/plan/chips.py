@@ -35,7 +35,7 @@ class Topology:
 
     Attributes:
       chip: figures of one device.
-      shape: chips along each dimension of a slice; for GPUs their number.
+      shape: number of chips along each dimension of a slice; for GPUs their number.
       slices: number of slices.
     """
 

@@ -78,7 +78,7 @@ class CompileResult:
 
     @property
     def bound(self) -> str:
-        """The resource that bounds the roofline."""
+        """The resource that takes the longest: 'compute', 'memory', 'network' or 'host'; '' if none takes time."""
         return max(self._parts, key=lambda name: self._parts[name]) if self.seconds else ""
 
     @property

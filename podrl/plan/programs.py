@@ -225,7 +225,10 @@ def local_experts(model: ModelConfig, mesh: Mesh) -> int:
 
 
 def _decode_work(setting: Setting, mesh: Mesh, steps: int, lanes: float) -> HandCountedWork:
-    """Counts the work of a dispatch on a chip: a step reads weights and visible tokens once, and a group's prompt once.
+    """Counts the work of a dispatch on a chip.
+
+    A decode step reads the weights once, and each lane's keys and values once. Samples of a group that share a read of
+    their prompt (`rollout.members_per_read`) read its keys and values together.
 
     The table of per-layer embeddings is not counted, because a token reads one row of it. Along the axis expert a chip
     reads and computes its own experts, for the lanes of all chips along the axis. States of linear attention are read

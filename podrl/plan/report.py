@@ -35,7 +35,7 @@ class PlanReport:
       cost: time and cost of all steps; None if they were not computed.
       factor: assumed time of a step divided by the step's roofline, for `cost`.
       outlook: simulation of the job with the user's lengths of samples; None if there are no such lengths.
-      chips: chips of the trainer and of the rollout; zeros if both sides share the same chips.
+      chips: numbers of chips of the trainer and of the rollout; zeros if both sides share the same chips.
       command: shell command that runs the job as a search found it; '' without a search.
     """
 
@@ -154,7 +154,7 @@ def print_report(console: rich.console.Console, report: PlanReport) -> None:
 
 
 def _split_fits(report: PlanReport, copies: Copies) -> bool:
-    """True if the versions that a trainer keeps for rollout hosts fit beside each of the trainer's programs."""
+    """True if the versions that a trainer keeps for rollout hosts fit beside each trainer program on a chip."""
     trained = [m for m in report.measured if m.side == TRAINER and not m.name.startswith("move: ")]
     return all(m.peak + m.resident + copies.on_trainer <= m.capacity for m in trained)
 

@@ -34,7 +34,8 @@ class Speeds:
       call_s: seconds of a prefill call of all shards, of about `rollout.prefill_tokens` tokens (rows times length).
       update_s: seconds of log-probabilities and updates of a batch.
       move_s: seconds of a weight move, in which neither side works.
-      begin_s: seconds of all other work of a window, the time in which samples are drawn between two weight moves.
+      begin_s: seconds of all other work of a window. A window is the time between two weight moves; samples are drawn
+        in it.
       plan_s: seconds in which the host plans a dispatch.
       score_s: seconds of a batch's rewards, after its last sample.
     """
@@ -54,11 +55,11 @@ class Load:
 
     Attributes:
       rollout: settings of the engine.
-      lanes: lanes of all shards together.
-      shards: shards of the engine's mesh.
-      samples: samples of a batch.
-      group_size: samples of a prompt.
-      prompt: tokens of a prompt.
+      lanes: number of lanes on all shards together.
+      shards: number of shards of the engine's mesh.
+      samples: number of samples in a batch.
+      group_size: number of samples per prompt.
+      prompt: number of tokens in a prompt.
     """
 
     rollout: RolloutConfig
@@ -170,7 +171,7 @@ def simulate(lengths_N: Int[np.ndarray, " N"], speeds: Speeds, *, load: Load, st
     size.
 
     Args:
-      lengths_N: sampled tokens of samples, for example of an earlier run.
+      lengths_N: numbers of sampled tokens, one per sample of an earlier run, say; the simulation draws from them.
       speeds: seconds of the parts of a step.
       load: sizes of the engine and of a batch.
       staleness: number of updates by which a sample may be older than the weights that it trains.
@@ -223,7 +224,7 @@ class Outlook:
     Attributes:
       lengths: number of the user's lengths.
       mean, longest: mean and largest length in tokens, each length cut to `rollout.max_tokens_to_generate`.
-      chips: chips of trainer and rollout, as planned.
+      chips: planned numbers of chips of trainer and rollout.
       planned: a step on these chips.
       best: (number of trainer chips, step) for the fastest split of the same chips.
     """
@@ -242,7 +243,7 @@ def outlook(
     """Simulates a planned job whose trainer and rollout have chips of their own.
 
     Args:
-      lengths_N: tokens of completions, for example of an earlier run.
+      lengths_N: numbers of sampled tokens, one per sample of an earlier run, say; the simulation draws from them.
       measured: measurements of the job's programs.
       setting: the job and its topologies.
       move_s: seconds of the weight move.
@@ -327,10 +328,10 @@ def balance(
     chips.
 
     Args:
-      lengths_N: sampled tokens of samples.
+      lengths_N: numbers of sampled tokens, one per sample; the simulation draws from them.
       speeds: seconds of the parts of a step, for the split `chips`.
       load: sizes of the engine and of a batch, for the split `chips`.
-      chips: chips of trainer and rollout.
+      chips: numbers of chips of trainer and rollout.
       staleness: number of updates by which a sample may be older than the weights that it trains.
     """
     trainer, rest = chips

@@ -22,7 +22,7 @@ from podrl.plan.training import planned_rows, training_programs
 _STRONGER = {"none": "dots", "dots": "full", "full": "full", "offload": "full"}
 _OF_A_STEP = ("trainer.remat=", "trainer.micro_batch_sequences=")
 _TENSOR = (1, 2, 4, 8)
-_WIDER = (16, 32, 64, 128)  # meshes for decoding if no copy of the weights fits on fewer chips
+_WIDER = (16, 32, 64, 128)  # sizes of the axis tensor to try if the weights do not fit, or nearly fill, fewer chips
 _SEQ = (1, 2, 4, 8, 16)
 _EXPERT = (2, 4, 8)
 MICRO_TRIES = 4

@@ -7,9 +7,9 @@ twice.
 
 Every endpoint draws a random number when it starts, and every request names its sender and its receiver by their
 numbers. So two endpoints cannot disagree about whether they are connected. An endpoint that was given up (`give_up`)
-is served nothing more: the answer to any of its requests says that it was given up. The next run of the same command
-may listen at the address of an earlier endpoint: its endpoint refuses requests for the earlier one. The sender of a
-request counts either answer as the loss of the connection.
+is served nothing more: the answer to any of its requests says that it was given up. An endpoint of the next run may
+listen at the address of an endpoint of an earlier run; it refuses requests that name the earlier endpoint. The sender
+of a request treats both refusals as the loss of the connection.
 
 A stranger can do little harm. A connection that does not prove within HANDSHAKE_S that it holds the job's key is ended.
 Until the proof, a frame may not be longer than PIECE; longer messages are cut into pieces of this length. A connection
@@ -180,7 +180,7 @@ class Channel:
         """Waits for the message that another endpoint offers under a key.
 
         Raises:
-          ChannelError: the message was not there within the deadline; the error names `who` and the key.
+          ChannelError: the message was not offered within the deadline; the error names `who` and the key.
         """
         return self.request(address, "get", key, Message()).wait(deadline_s, f"{who or address}: {key}")
 
@@ -476,7 +476,7 @@ class _Link:
     def receive(self) -> None:
         received = self.client.recv_multipart(copy=False)
         self._channel.traffic.count(received)
-        if len(received) >= 3:  # an answer of this protocol has more parts
+        if len(received) >= 3:  # an answer of this protocol has at least three parts
             numbers, status, *pieces = received
             self._channel._on_answer(self._place[0], numbers.bytes, status.bytes, pieces)
 

@@ -69,7 +69,7 @@ class Cluster:
       slice_count: number of slices of the role (split) or of the job (multislice).
       coordinator: 'host:port' of process 0 of the cluster, 'unix:FILE' in a pod on one machine; for pathways the
         address of the proxy; '' for a single process.
-      channel: 'host:port' at which trainer process 0 listens for the others; '' if the platform does not say.
+      channel: 'host:port' at which trainer process 0 listens for the other processes; '' if the platform does not say.
       trainers, rollouts: number of processes of each role in the whole job if the platform decides roles; 0 otherwise.
       restart_attempt: number of times that the platform has restarted the job; 0 if it does not say.
       unset: environment variables to remove before jax is imported, because they would join separate clusters.

@@ -31,8 +31,8 @@ from podrl.workers.user_code import forget
 
 JOIN_S = 300.0
 _ALONE = Cluster("single", "split")
-# Compiling a large model may keep a process silent for minutes. The channel notices a dead process much sooner, because
-# its connections break.
+# Default for the seconds of silence after which jax counts a process as dead. It is long, because compiling a large
+# model may keep a process silent for minutes. The channel notices a dead process much sooner: its connections break.
 HEARTBEAT_S = 600.0
 _CHANNEL_PORT_AFTER_COORDINATOR = 1
 _AGAIN_S = 0.5
@@ -180,7 +180,7 @@ def distributed_arguments(cluster: Cluster, seat: Seat, *, heartbeat_s: float) -
     if heartbeat_s < 1:
         raise ValueError(f"--heartbeat_s={heartbeat_s:g} must be at least 1 second, and longer than any compilation.")
     arguments = cluster.distributed_arguments
-    if cluster.kind == "local" and seat.disposable:  # all trainers are one cluster, each rollout replica is one
+    if cluster.kind == "local" and seat.disposable:  # all trainers form a cluster, each rollout replica another
         trains = seat.process in seat.hosts.trainer
         members = seat.hosts.trainer if trains else seat.hosts.replica_of(seat.process)
         if len(members) == 1:

@@ -118,7 +118,8 @@ class LocalPod:
 
     def _wait(self) -> int:
         failed: int | None = None
-        end, silent = float("inf"), False  # silent: True if the leader was killed and so printed no last words
+        # silent: True if the leader was killed, so that it could not print the command that starts the job again.
+        end, silent = float("inf"), False
         while self._children:
             for process, child in list(self._children.items()):
                 code = child.poll()

@@ -30,7 +30,7 @@ from podrl.runtime.watchdog import EXIT_DONE, EXIT_INFRASTRUCTURE, EXIT_PREEMPTE
 LEADER = 0
 _log = logging.getLogger("podrl.pod")
 _FAREWELL_S = 5.0  # longest wait of an ending process for the leader's answer; time for the leader's own report
-_LAST_WORDS_S = 15.0  # time for the others to print why they end, before a failed leader ends
+_LAST_WORDS_S = 15.0  # time for the other processes to print why they end, before a failed leader ends
 _OVER_S = 30 * 86400.0  # longest wait for the end of the job: no real limit, as a lost leader is noticed anyway
 _OVER_LATE_S = 5.0  # time to leave by itself, for a process that takes part in the job
 _LAST_S = 10.0  # time to end this process, for the thread that knows why the job ends
@@ -79,12 +79,12 @@ class Pod:
         self._late_numbers: set[int] = set()  # numbers of the processes that joined later
         # The number that each request has got. A request may be served twice, and must then get the same number again.
         self._number_of_request: dict[str, int] = {}
-        # Numbers reserved for the hosts of a replica that have not asked for theirs yet: by (cluster, index of the
-        # replica in the cluster), then by the host's place in the replica.
+        # Numbers reserved for those hosts of a replica that have not asked for their number yet: by (cluster, index of
+        # the replica in the cluster), then by the host's place in the replica.
         self._parts: dict[tuple[str, int], dict[int, int]] = {}
         self._leavers: set[int] = set()
         self._lost_processes: set[int] = set()
-        self._endpoints: dict[int, str] = {}  # numbers of the processes' channels, on the leader
+        self._endpoints: dict[int, str] = {}  # on the leader, by process: random number of its channel
         self._ended = threading.Event()
         self._changed = threading.Condition()
         self._waits_of_threads: dict[int, tuple[str, float]] = {}  # by thread: description and start of its wait
@@ -187,7 +187,7 @@ class Pod:
           moved: function that returns True once another process has to be asked; called every half second.
 
         Raises:
-          ChannelError: the message was not there within the deadline.
+          ChannelError: the message was not offered within the deadline.
           MovedError: `moved` returned True.
         """
         return self._ask(process, "get", key, Message(), deadline_s, moved)
@@ -364,7 +364,7 @@ class Pod:
     def leave(self, code: int = EXIT_DONE) -> None:
         """Ends this process's part in the job cleanly, when the leader has declared the job over.
 
-        On the leader this call declares the job over, waits for the others, and ends last.
+        On the leader this call declares the job over, waits for the other processes, and ends last.
         """
         if self._ended.is_set():
             return
@@ -379,7 +379,7 @@ class Pod:
         self.channel.close()
 
     def first_to_fail(self) -> bool:
-        """Returns True in the one process that prints the full error of a failing job; the others print one line.
+        """Returns True in the one process that prints a failing job's full error; the other processes print one line.
 
         The same error often strikes several processes, or follows from the end of another process. Call this method
         before `fail`.
@@ -402,7 +402,7 @@ class Pod:
         if self.leads:
             self.channel.put("verdict", Message({"code": code, "text": f"{self.name}: {_first_line(text)}"}))
             # The service of jax's cluster ends with this process, and then every process in the cluster aborts. On a
-            # busy host the others need more than _FAREWELL_S to print why they end.
+            # busy host the other processes need more than _FAREWELL_S to print why they end.
             self._await_others(_LAST_WORDS_S)
         else:
             self._tell_leader(code, text)

@@ -114,7 +114,7 @@ def check_evaluation_hosts(evaluates: str, *, split: bool) -> None:
     """Refuses evaluation hosts in a job whose hosts must all fetch the weights at the same time.
 
     Args:
-      evaluates: roles.eval.hosts.
+      evaluates: value of the key roles.eval.hosts.
       split: True if each role of the job has a cluster of its own (topology split).
 
     Raises:

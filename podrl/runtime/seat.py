@@ -26,7 +26,7 @@ class Seat:
 
     @property
     def late(self) -> bool:
-        """Returns True if this process joined a job that was running already; such a process may also leave it."""
+        """Returns True if this process joined a job that was running already; such a process may also leave the job."""
         return self.process >= self.hosts.count
 
     def describe(self) -> dict[str, str]:

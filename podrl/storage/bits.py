@@ -195,7 +195,7 @@ def _weights(d: int, size: int, start: ArrayLike) -> UInt32[Array, " i"]:
 
 def _words(x: Array) -> UInt32[Array, "..."]:
     """Returns the bit pattern of every element; a 64-bit element becomes the weighted sum of its two halves."""
-    if x.dtype in (jnp.bool_, jnp.int4, jnp.uint4):  # these elements use less than a byte: their values are the words
+    if x.dtype in (jnp.bool_, jnp.int4, jnp.uint4):  # elements of less than a byte: each value serves as a word
         return x.astype(jnp.uint32)
     if x.dtype.itemsize == 8:
         halves = jax.lax.bitcast_convert_type(x, jnp.uint32)

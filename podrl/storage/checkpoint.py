@@ -45,8 +45,8 @@ class CheckpointConfig:
         after the last step and on preemption.
       keep: number of newest checkpoints to keep.
       keep_every: checkpoints of steps that are multiples of this number are also kept; 0 for none.
-      keep_hours: least number of hours between two further checkpoints that are kept, chosen from the oldest on; 0 for
-        none.
+      keep_hours: further checkpoints are kept so that each is at least this many hours younger than the kept one before
+        it; 0 for none.
     """
 
     every: Natural = 50

@@ -39,29 +39,30 @@ from podrl.types import PyTree
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RLTrainingConfig(AdamSettings):
-    """Settings of the trainer: steps, batch splits and optimizer. The first group has Tunix's names and defaults.
+    """Settings of the trainer: steps, batch splits and optimizer. The first fields have Tunix's names and defaults.
 
     AdamSettings has the optimizer's other settings.
 
     Attributes:
-      eval_every_n_steps: updates between evaluations. A step trains on one batch of prompts and may make several
-        updates; the evaluation comes after the step whose updates reach the next multiple of this number. 0 evaluates
-        before and after the run only.
-      max_steps: updates of the run; the run ends with the step that reaches this number of updates. None is one pass
-        over the data.
+      eval_every_n_steps: number of updates between evaluations. A step trains on one batch of prompts and may make
+        several updates; the evaluation comes after the step whose updates reach the next multiple of this number. 0
+        evaluates before and after the run only.
+      max_steps: number of updates of the run, which ends with the step that reaches this number. None is one pass over
+        the data.
       gradient_accumulation_steps: smallest number of micro-batches that an update is split into; None leaves the split
         to the other keys.
       checkpoint_root_directory: directory of checkpoints; None is a directory under the workdir.
-      max_seq_token_per_tpu: tokens that one device holds in a micro-batch. The device always holds at least one row, or
-        its part of one row if the mesh has the axis seq.
+      max_seq_token_per_tpu: number of tokens that one device holds in a micro-batch. The device always holds at least
+        one row, or its part of one row if the mesh has the axis seq.
       actor_optimizer: any optax transformation; None is AdamW with the fields below.
       critic_optimizer: any optax transformation for the critic; None is AdamW with the fields below.
-      mini_batch_size: prompts per update, each with all of its samples; None is all prompts of a step. It must divide
-        the prompts of a step.
-      train_micro_batch_size: prompts that a micro-batch must hold, each with all of its samples at their greatest
-        length. In jobs that learn from answers in data, the number counts sequences. It never changes a gradient.
+      mini_batch_size: number of prompts per update, each with all of its samples; None is all prompts of a step. The
+        number must divide the prompts of a step.
+      train_micro_batch_size: number of prompts that a micro-batch must hold, each with all of its samples at their
+        greatest length. In jobs that learn from answers in data, the number counts sequences. It never changes a
+        gradient.
 
-      micro_batch_sequences: sequences of the greatest length that a micro-batch must hold; replaces
+      micro_batch_sequences: number of sequences of the greatest length that a micro-batch must hold; replaces
         train_micro_batch_size where a micro-batch should hold less than the samples of one prompt.
       max_tokens_per_row: length of a packed row in tokens, a multiple of the mesh's seq. None takes the greatest length
         of a sequence. If this length is at most 256 tokens, None takes 1.65 times the length, so that most pairs of
@@ -135,7 +136,7 @@ class RLTrainingConfig(AdamSettings):
         """Number of sequences that a micro-batch must hold; None if no key sets it.
 
         Args:
-          group_size: sequences of each prompt.
+          group_size: number of sequences of each prompt.
         """
         return self.micro_batch_sequences or (self.train_micro_batch_size or 0) * group_size or None
 

@@ -125,9 +125,10 @@ def top_k_objective(forward: Forward, loss: TokenLoss) -> Objective:
 def _joined(
     found: tuple[Ratio, Mapping[str, Ratio]], kl_BT: Float[Array, "B T"], rows: TaughtRows
 ) -> tuple[Ratio, Mapping[str, Ratio]]:
-    """Adds the weighted KL to a loss that has another denominator; opd/reverse_kl is the mean KL, nats per token.
+    """Adds the weighted KL to the numerator of a loss; the metric opd/reverse_kl is the mean KL, nats per token.
 
-    `rows.scale` makes up for the denominator, see `podrl.algorithms.policy_rows.ExtraTermRows`.
+    The sum is later divided by the loss's denominator. With the factor `rows.scale` the result is a mean over the KL's
+    own tokens (`podrl.algorithms.policy_rows.ExtraTermRows`).
     """
     loss, metrics = found
     taught_BT = (rows.weight_BT > 0).astype(kl_BT.dtype)

@@ -116,7 +116,7 @@ def head_of(
     Args:
       shape_VD: shape of the whole output matrix.
       B: number of packed rows.
-      T: tokens of a row.
+      T: number of tokens in a row.
       config: the model, whose logit cap is used.
       temperature: divisor of the capped logits.
       mesh: mesh that splits the arrays; None for one device.

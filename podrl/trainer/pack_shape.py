@@ -190,8 +190,8 @@ def _group_row(group_size: int, prompt: int, longest: int, room: int, whole: int
 
     Args:
       group_size: number of samples of the prompt.
-      prompt: tokens of the longest prompt.
-      longest: tokens of the longest sample, prompt included.
+      prompt: number of tokens in the longest prompt.
+      longest: number of tokens in the longest sample, prompt included.
       room: largest length of a row that holds a part of the group.
       whole: largest length of a row that holds the whole group.
       even: True if a split group is split into parts of equal size (up to rounding) instead of full rows and a rest.

@@ -33,7 +33,7 @@ class SharedPrefixes:
         The last token of a prompt is not shared, because it predicts another token in each sample.
 
         Args:
-          length_P: tokens of each prompt.
+          length_P: number of tokens in each prompt.
           group_B: index of each sample's prompt.
         """
         return SharedPrefixes(group_B, np.maximum(np.asarray(length_P, np.int64)[group_B] - 1, 0))
@@ -449,7 +449,8 @@ class _Forest:
         """Lists sequences that share prefixes; the prefix of each group becomes a sequence of its own."""
         B, length_B = len(pieces.length_B), prefixes.length_B
         key_B = list(zip(prefixes.group_B.tolist(), length_B.tolist(), strict=True))
-        order_B = np.argsort(length_B - pieces.length_B, kind="stable").tolist()  # most own tokens first
+        # Sequences with the most own tokens come first.
+        order_B = np.argsort(length_B - pieces.length_B, kind="stable").tolist()
         families = _listed([key_B[b] for b in order_B], order_B)
         shared = {key: B + x for x, key in enumerate(key for key in families if key[1])}
         first_X = [families[key][0] for key in shared]

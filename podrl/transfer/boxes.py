@@ -60,7 +60,7 @@ class Boxes:
 
     @property
     def travelling(self) -> tuple[int, ...]:
-        """Returns the shape of one sent piece: a box, or a part of a box."""
+        """Returns the shape of the array that is sent for a slot: a box, or a part of a box."""
         if not self.part_size:
             return self.box
         return (*self.box[: self.part_axis], self.part_size, *self.box[self.part_axis + 1 :])

@@ -192,7 +192,7 @@ class BoxMessage:
 
     @property
     def crossing_bytes(self) -> int:
-        """Returns the number of bytes that cross all links together."""
+        """Returns the sum of the bytes that cross each link."""
         return math.prod(self.shape) * self.dtype.itemsize * len(self.links)
 
     def buffer(self, place: NamedSharding) -> jax.ShapeDtypeStruct:
@@ -398,7 +398,7 @@ def _pick(boxes: Mapping[int, Array], rounds: Sequence[Any]) -> list[Array]:
 
 
 def _word(dtype: np.dtype) -> np.dtype:
-    """Returns the integer dtype in which values of a dtype cross."""
+    """Returns the integer dtype in which values of a dtype cross between the meshes."""
     return _WORDS[np.dtype(dtype).itemsize]
 
 

@@ -152,7 +152,7 @@ class LeafPlan:
 
     @property
     def part_box(self) -> tuple[int, ...]:
-        """Returns the shape of one sent piece: a box, or a part of a box."""
+        """Returns the shape of the array that is sent for a slot: a box, or a part of a box."""
         box = list(self.box)
         if self.parts > 1:
             box[self.part_axis] = self.part_size

@@ -27,7 +27,7 @@ from podrl.view.units import unit
 STOPS = ("end", "length", "stop string", "failed", "environment", "deadline", "calls")
 _LIVE_S = 90.0  # a run without a summary counts as stopped if its metrics are older than this
 _TICK = 1e-7  # seconds by which ends of spans may differ and still count as equal
-# By measured stage: (name of the planned quantity on the page, its key in the plan).
+# For each measured stage: (name of the planned quantity on the page, key of this quantity in the plan).
 _PLANNED = {
     "step": ("step", "step_s"),
     "rollout": ("rollout", "rollout_s"),

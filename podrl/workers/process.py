@@ -159,7 +159,7 @@ class Process:
             self._loop.add_writer(self._write_fd, self._write)
             return
         except BrokenPipeError:
-            self._waiting.clear()  # the process has ended; the other pipe will report it
+            self._waiting.clear()  # the process has ended; `_readable` finds the end of its output and reports it
         self._loop.remove_writer(self._write_fd)
 
     def _readable(self) -> None:

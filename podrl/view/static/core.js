@@ -90,7 +90,7 @@ const podrl = (() => {
   // Numbers and names.
   const isShare = (name) => /(answer|partial|format|pass|majority|pair_accuracy)$/.test(name) && !name.includes("_reward");
 
-  // The 95 % interval of a mean of an evaluation, as podrl/rundir/intervals.py has it; null without one.
+  // The 95 % interval of a mean of an evaluation, computed as in podrl/rundir/intervals.py; null if there is none.
   function interval(name, mean, error, records) {
     const Z = 1.959964, ROUNDING = 1e-9;
     if (!isShare(name)) return error > ROUNDING * Math.abs(mean) ? [mean - Z * error, mean + Z * error] : null;

@@ -1,7 +1,8 @@
 "use strict";
 podrl.views.curves = async (main, params, current) => {
   const { el, fill, get, go, number, interval, color, save, runs, watch } = podrl;
-  // [title, form, open at first]: a metric is in the first panel whose form matches it. FIRST comes first in a panel.
+  // [title, pattern, open at first]: a metric is in the first panel whose pattern matches its name. The metrics of FIRST
+  // come first in their panels.
   const PANELS = [["Rewards, by function", /^reward\/(?!zero\/|std$|kl)/, true], ["Accuracy", /^accuracy\//, true],
     ["Loss on given answers", /^(sft|dpo|orpo|kto|reward_model)\//, true],
     ["Policy", /^(actor\/(kl|entropy|grad_norm|lr)|reward\/kl|sampler\/abs_diff|critic\/explained_variance|opd\/reverse_kl)$/, true],
@@ -115,7 +116,7 @@ podrl.views.curves = async (main, params, current) => {
       for (const [, from, to] of whiskers) { low = Math.min(low, from); high = Math.max(high, to); }
       if (low === null || !isFinite(low)) return [0, 1];
       if (low === high && unit === "share of 1") return [-0.06, 1.06];
-      const size = Math.max(Math.abs(low), Math.abs(high)); // a constant is a flat line: its differences are roundings
+      const size = Math.max(Math.abs(low), Math.abs(high)); // a constant is drawn flat: its differences are rounding errors
       const room = high - low > 1e-6 * size ? (high - low) * 0.06 : size / 2 || 1;
       return [low - room, high + room];
     };
@@ -144,7 +145,7 @@ podrl.views.curves = async (main, params, current) => {
       size: () => plot.setSize({ width: hold.clientWidth, height: 222 }), destroy: () => plot && plot.destroy() };
   }
 
-  // Keys zoom as a drag does: half or twice as many steps around the middle, a fifth to either side, or all steps.
+  // Keys zoom as dragging does: they show half or twice as many steps around the middle, a fifth to either side, or all steps.
   function keyed(event, plot) {
     const x = plot.data[0], { min, max } = plot.scales.x, span = max - min;
     if (event.ctrlKey || event.metaKey || event.altKey || x.length < 2 || min === null) return;

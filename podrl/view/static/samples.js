@@ -16,7 +16,7 @@ podrl.views.samples = async (main, params, current) => {
   const found = await get("samples", { ...wanted, run });
   if (!current()) return null;
   const HEADS = ["step / group / sample", "reward", "tokens", "ended by", "mismatch", "rewards by function", "prompt", "reference", "completion"];
-  const cell = (i, className, ...texts) => el("td", { className, "data-head": HEADS[i] }, texts);  // a narrow window shows the head beside the cell
+  const cell = (i, className, ...texts) => el("td", { className, "data-head": HEADS[i] }, texts);  // a narrow window shows its column's head in each cell
   const by = (rewards) => Object.entries(rewards || {}).map(([name, reward]) => el("div", { className: reward ? "" : "quiet" }, `${name} ${number(reward, 3)}`));
   const folded = (prompt) => prompt.length <= 90 ? prompt : el("details", {}, el("summary", {}, `…${prompt.trimEnd().slice(-80)}`), prompt);
   const WHY = { history: "it repeats no earlier answer", tools: "it has other tools", template: "the chat template renders an earlier answer differently", concurrent: "another request went on from the same point" };
