@@ -1,4 +1,4 @@
-"""Saves a state on 4 processes, restores it on 4 and on 2, and prints seconds and bytes: python FILE [LEAVES].
+"""Measures a checkpoint that 4 processes save and that 4 and then 2 processes restore: python FILE [LEAVES].
 
 A leaf has 128 MiB: 4,096 rows of 32 KiB. The figures in docs/reliability.md are for 16 leaves, the default.
 """
@@ -77,7 +77,7 @@ def _host(rank: int, hosts: int, port: int, directory: str, mesh: str, what: str
 
 
 def measure(leaves: int, rows: int = 4096) -> list[dict[str, Any]]:
-    """Saves and restores; returns the measurements of every process in every part, in seconds and bytes."""
+    """Saves on 4 processes, restores on 4 and on 2; returns a record of seconds and bytes per process of each part."""
     found = []
     with tempfile.TemporaryDirectory() as directory:
         for hosts, mesh, what in ((4, "fsdp=8", "save"), (4, "fsdp=8", "restore"), (2, "fsdp=2,tensor=2", "restore")):

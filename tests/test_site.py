@@ -1,4 +1,4 @@
-"""The documentation site has its pages, search and keys; `.ci/run` builds it with warnings as errors."""
+"""The sources of the documentation site list every public name and real keys; `.ci/run` builds the site."""
 
 import pathlib
 import re
