@@ -1,4 +1,5 @@
-"""The sources of the documentation site list every public name and real keys; `.ci/run` builds the site."""
+"""The documentation site lists every public name, the keys that its first page names exist, and guides are short;
+`.ci/run` builds the site."""
 
 import pathlib
 import re

@@ -44,7 +44,7 @@ class Bad:
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def prepare(self, directory: pathlib.Path) -> None:
-        """Writes the files."""
+        """Writes `files` below a directory."""
         for name, content in self.files.items():
             path = directory / name
             path.parent.mkdir(parents=True, exist_ok=True)

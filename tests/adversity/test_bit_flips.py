@@ -37,8 +37,8 @@ JOB = (
     *("--config.checkpoint.keep=3", TWO_DEVICES),
 )
 NEWEST = str(STEPS)
-WITH_PENDING = str(STEPS - 1)  # the batch of the last step was in flight
-# Only people read these files; a resumed run writes them anew, or writes beside them.
+WITH_PENDING = str(STEPS - 1)  # this checkpoint also holds the last step's batch
+# Only people read these files; a resumed run replaces them, or writes other files beside them.
 _UNREAD = ("about.json", "defaults.json", "files.json", "report.html", "spans.jsonl", "summary.json")
 _UNREAD += ("tensorboard/", "trace/")
 

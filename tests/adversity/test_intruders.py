@@ -1,4 +1,4 @@
-"""A stranger who reaches a job's ports without its secret changes nothing for it."""
+"""A stranger who reaches a job's ports but does not know its secret cannot disturb the job."""
 
 import contextlib
 import os
@@ -76,7 +76,7 @@ def endpoint(descriptors: int = 1024):
 
 
 def intrude(address: tuple[str, int], stack: contextlib.ExitStack, sent: bytes = b"") -> socket.socket:
-    """Opens a connection and leaves it open."""
+    """Opens a connection, sends the bytes `sent`, and leaves the connection open until `stack` closes it."""
     made = stack.enter_context(socket.create_connection(address, timeout=PATIENCE_S))
     with contextlib.suppress(OSError):  # the endpoint may have closed the connection while it was writing
         made.sendall(sent)

@@ -131,8 +131,8 @@ def with_tools(tmp_path_factory):
 @TOOLS
 @pytest.mark.parametrize("variant", ["tools", "tools, split"])
 def test_answers_that_were_used_are_given_again(variant, with_tools, tmp_path):
-    """The tool changes its answers when everything is sampled and nothing is saved. The run must still end as an
-    undisturbed run."""
+    """The run is killed before its only checkpoint, when all samples are drawn, and the tool then changes its answers.
+    The resumed run must still end as an undisturbed run."""
     workdir = tmp_path / "run"
     first = Life(variant, workdir, at=f"/checkpoints/{STEPS}")
     assert first.end() in (-9, 42), first.output()

@@ -55,7 +55,7 @@ def _lines_by_host(stderr: str) -> dict[str, list[str]]:
 
 
 def _end_of(descendants) -> None:
-    """Waits until no descendant is left."""
+    """Waits until `descendants()` finds no live process."""
     until(lambda: not descendants(), "the end of all processes", every_s=0.1)
 
 
@@ -80,7 +80,7 @@ def test_steps_before_a_record_that_cannot_be_rendered_are_saved(topology, tmp_p
     lines.append({"messages": [asked, {"role": "tool", "content": "the template has no tools"}, asked], "answer": "5"})
     data.write_text("".join(json.dumps(line) + "\n" for line in lines))
     flags = (f"--config.data.path={data}", "--config.data.shuffle=False", "--config.data.eval_fraction=0.0")
-    flags += ("--config.rollout.prompts_per_step=32",)  # a start looks at the first 256 records
+    flags += ("--config.rollout.prompts_per_step=32",)  # a start renders only the first 256 records
     more = ("--local_processes=2", f"--topology={topology}", "--fake_devices=2", "--config.eval.problems=0")
     with job(workdir, *flags, *more, "--config.trainer.max_steps=20", "--config.checkpoint.every=20") as failing:
         assert failing.process.wait(DEADLINE_S) == 1

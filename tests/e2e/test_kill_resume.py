@@ -34,7 +34,8 @@ def killed(workdir: pathlib.Path, wait: Callable[[Job], None], *args: str) -> No
 
 
 def while_writing_a_checkpoint(after: int) -> Callable[[Job], None]:
-    """Waits for a checkpoint of a step beyond `after`, and stops the process before the checkpoint is finished."""
+    """Returns a function that waits until a run begins the checkpoint of a step after `after`, and stops it before the
+    checkpoint is finished."""
 
     def unfinished(started: Job) -> list[pathlib.Path]:
         root = started.workdir / "checkpoints"

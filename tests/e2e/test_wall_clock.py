@@ -1,4 +1,5 @@
-"""Runs by the wall clock keep their promises: in a pod with adapters, in a replica of two hosts, and with ReMax."""
+"""With `rollout.clock='wall'`, runs train on each prompt once and on no token that is too old: a pod with adapters, a
+replica of two hosts, ReMax."""
 
 import os
 import signal
