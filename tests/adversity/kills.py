@@ -35,7 +35,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))  # for the command `python tests/adversity/kills.py`
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))  # as a command it finds processes.py here
 
 from processes import SMALL, environment, same_end, trained_steps, wall_clock_kept
 
@@ -70,7 +70,7 @@ _TOOLS = (
     *("--config.rollout.prompts_per_step=8", "--config.log.samples_every=1", "--config.log.to=()"),
     *(*_JOB, "--config.checkpoint.every=0"),
 )
-_PROCESSES = ("--local_processes=", "--topology=", "--config.roles.", "--config.fake_devices=")  # podrl.replay needs these flags
+_PROCESSES = ("--local_processes=", "--topology=", "--config.roles.", "--config.fake_devices=")  # for podrl.replay
 _TOPOLOGIES = {"single": (), "shared": ("--local_processes=2",), "split": ("--local_processes=2", "--topology=split")}
 VARIANTS = {
     "single": _SAMPLED,

@@ -119,7 +119,7 @@ def test_singleton_group_of_verl(dtype):
 
 
 def test_singleton_group(dtype):
-    # The file's groups are a, a, a, z here.
+    # In this vector of core_algos.json the groups are a, a, a, z: the fourth sample is alone.
     reward_B = Inputs(dtype).reward_B
     expected_BT = np.array(VECTORS["advantages"]["grpo singleton group z"])
     close(advantages.group_relative(reward_B[:3], group_B=of(reward_B[:3], 3)), expected_BT[:3, 0], dtype)
@@ -202,7 +202,7 @@ POLICY_LOSSES = {
     "sapo": {"policy_loss_fn": "sapo"},
     "gpg": {"policy_loss_fn": "gpg", "loss_agg_mode": "token-mean"},
     "cispo": {"policy_loss_fn": "cispo", "loss_agg_mode": "token-mean"},
-    # The file does not say kl_cov's share of tokens; its gradients show that 3 of the 14 tokens are penalised.
+    # core_algos.json does not say which share of tokens kl_cov penalises; its gradients show 3 of 14 tokens.
     "kl_cov": {"policy_loss_fn": "kl_cov", "loss_agg_mode": "token-mean", "cov_fraction": 0.25},
 }
 
@@ -358,7 +358,7 @@ def test_bands_are_the_rejection_masks(dtype):
     icepop_BT = corrections.importance_weight(*pair, *x.where, "icepop", low=0.5, high=2.0)
     kept_BT = np.array(VECTORS["rejection"]["token_k1 0.5_2.0"])
     close(masked(icepop_BT, x.mask), kept_BT * np.exp(np.asarray(x.old_log_prob - x.rollout_log_prob)), dtype)
-    # verl's band bounds sampler over trainer, the reciprocal of our weight.
+    # verl bounds the ratio sampler / trainer, the reciprocal of podrl's weight.
     geometric_BT = corrections.importance_weight(*pair, *x.where, "geometric_mask", low=1 / 1.1, high=1 / 0.9)
     close(masked(geometric_BT, x.mask), VECTORS["rejection"]["seq_mean_k1 0.9_1.1"], dtype)
 

@@ -1,4 +1,5 @@
-"""KL estimators: published constants, unbiasedness by enumeration, and the coefficients."""
+"""KL estimators: published constants, unbiasedness by enumeration, the penalty in the reward, and the adaptive
+coefficient."""
 
 import math
 

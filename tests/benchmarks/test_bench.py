@@ -36,7 +36,7 @@ def test_rollout(capsys):
 
 
 def test_tail(capsys):
-    """Samples of two versions need fewer decode steps than whole batches, and 90 % of a simulated bound or more."""
+    """With staleness, decode steps are fewer than for whole batches, and at least 90 % of a simulated lower bound."""
     options = "--tail --staleness=2 --prompts=2 --group=8 --max_new=256 --lanes=8 --page_tokens=32"
     assert bench.main(["benchmarks", "rollout", *TINY.split(), *options.split(), "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)
@@ -90,8 +90,8 @@ def test_a_leader_exchanges_a_few_messages_with_every_host(capsys):
     assert bench.main(["benchmarks", "pod", *small.split(), "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)
     assert figures["samples"] == 32 * 8 and figures["leader_cpu_ms"] > 0 and figures["added_ms"] > 0
-    # Messages of each rollout host: an order, the groups of a batch, an acknowledgement, a header with texts, rows, and
-    # at times the records it has read. Messages of each trainer host: a request and its answer.
+    # Messages of each rollout host: its part of a batch, the batch's groups, an acknowledgement, a header with texts,
+    # rows, and at times the records that it has read. Messages of each trainer host: a request and its answer.
     assert 8 * 10 + 3 * 4 <= figures["messages"] <= 8 * 13 + 3 * 4
 
 

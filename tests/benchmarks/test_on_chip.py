@@ -36,7 +36,8 @@ class Clock:
 
 @pytest.fixture
 def host(tmp_path, monkeypatch):
-    """A host on which every part takes a minute; `answers` replaces the result of a part, by its name."""
+    """Stands in for a host on which every part takes a minute; `answers` sets the result of a part by the part's
+    name."""
     clock, answers, asked = Clock(), {}, []
 
     def run(command, limit_s):

@@ -38,7 +38,7 @@ def make_cluster(*, merged: bool, base_dtype: str = "", rank: int = 2) -> podrl.
 
 
 def change_adapters(cluster: podrl.RLCluster, seed: int) -> None:
-    """Changes fresh adapters so that they have an effect: a fresh adapter multiplies by zero."""
+    """Draws random adapters, because fresh adapters multiply by zero and change nothing."""
     rng = np.random.default_rng(seed)
     params = jax.tree.map(
         lambda x: jax.device_put(0.05 * rng.standard_normal(x.shape, np.float32), x.sharding), cluster.state.params

@@ -31,7 +31,7 @@ def pods():
 
 
 class Part:
-    """One host's part of a cluster, which records the calls that are made on it."""
+    """Stands in for one host's RLCluster and its engine, and records the calls that are made on it."""
 
     def __init__(self):
         self.made, self.rollout = [], self
@@ -52,14 +52,15 @@ class Part:
 
 
 def run_of(stopping=lambda: False):
-    """Makes a run with the parts that a follower reads."""
+    """Stands in for a run; it has only what `follow` reads."""
     watchdog = types.SimpleNamespace(stage=lambda name: contextlib.nullcontext())
     profiler = types.SimpleNamespace(wanted=None, after=lambda step: None)
     return types.SimpleNamespace(stopping=stopping, watchdog=watchdog, profiler=profiler)
 
 
 def followed(pods, parts, run):
-    """Starts to follow on all hosts but the head; returns their futures, each of the step that was reached."""
+    """Calls `follow` in a thread for each pod of `pods`; returns the futures, whose result is the step that was
+    reached."""
     threads = ThreadPoolExecutor(len(parts))
     return [threads.submit(follow, part, pod, run, deadline_s=20.0) for pod, part in zip(pods, parts, strict=True)]
 

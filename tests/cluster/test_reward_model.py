@@ -28,7 +28,7 @@ from podrl.types import NO_EPISODE, Prompts, Rollouts, blank_columns
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
-    """Turns the embedded model into a reward model with a random head."""
+    """Writes the embedded model as a reward model with a random head; returns its directory."""
     import ml_dtypes  # noqa: F401 - bfloat16 for safetensors
 
     out = tmp_path_factory.mktemp("reward") / "model"

@@ -1,4 +1,4 @@
-"""Chat templates in the forms of published families, written for these tests: the constructs of each, not its text.
+"""Chat templates written for these tests: each has the constructs of a published family's template, but not its text.
 
 `{% generation %}` encloses the text that a model of the family writes, up to the end of its turn; `FAMILIES` holds the
 same templates without these marks.
@@ -145,7 +145,7 @@ PHI4 = (
     + "{{ m.content + '<|im_end|>' }}" + E + "{% else %}{{ m.content + '<|im_end|>' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant<|im_sep|>' }}{% endif %}"
 )  # fmt: skip
-# Phi 3: a conversation that does not continue is closed by another token.
+# Phi 3: without a generation prompt, another token closes the conversation.
 PHI3 = (
     "{% for m in messages %}{{ '<|' + m.role + '|>\\n' }}{% if m.role == 'assistant' %}" + G + "{{ m.content + '<|end|>' }}" + E
     + "{{ '\\n' }}{% else %}{{ m.content + '<|end|>\\n' }}{% endif %}{% endfor %}"
@@ -181,7 +181,7 @@ GLM = (
     "{{ '\\n<tool_response>\\n' + m.content + '\\n</tool_response>' }}{% else %}{{ '\\n' + m.content }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )  # fmt: skip
-# gpt-oss: messages on channels; a turn may have several messages, the last of which ends with its own token.
+# gpt-oss: messages on channels; a turn may have several messages, and another token ends the last of them.
 HARMONY = (
     "{{ '<|start|>system<|message|>Reasoning: medium<|end|>' }}{% set ns = namespace(called=none) %}{% for m in messages %}"
     "{% if m.role == 'assistant' %}{{ '<|start|>assistant' }}" + G + "{% if m.tool_calls %}"
@@ -208,7 +208,7 @@ ZEPHYR = (
     + "{% else %}{{ m.content + eos_token }}{% endif %}{{ '\\n' }}"
     "{% if loop.last and add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}{% endfor %}"
 )  # fmt: skip
-# Gemma 4: outputs follow within the turn that calls; only the whole text shows where the turn after the outputs opens.
+# Gemma 4: outputs of tools stand in the turn that calls the tools; only the whole text shows where the next turn opens.
 GEMMA4 = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'tool' %}{{ 'response:calc{' + m.content + '}<tool_response|>' }}"
     "{% elif m.role == 'assistant' %}{{ '<|turn>model\\n' }}" + G + "{% for c in m.tool_calls or [] %}"
@@ -233,7 +233,7 @@ class Family:
     Attributes:
       marked: the template with its generations marked.
       ends: tokens that end a completion, the tokenizer's eos first.
-      special: its other special tokens.
+      special: other special tokens of the tokenizer.
       bos: the start token; None for none.
       roles: roles that the template takes besides user and assistant.
       calls: number of calls that a turn may have.

@@ -40,7 +40,8 @@ def stream(tokenizer, files, *, rows=6, lag=0, limit=64, sources=(), **curriculu
 
 
 class Training:
-    """Plays the loop's part: draws batches `lag` steps ahead, and lets samples pass at the rates RATES."""
+    """Stands in for the training loop: draws batches `lag` steps ahead, and reports the pass rates RATES to the
+    curriculum."""
 
     def __init__(self, made: PromptStream, lag: int = 0):
         self.stream, self.lag = made, lag
@@ -173,7 +174,7 @@ def test_a_run_resumes_at_any_step_also_where_batches_in_flight_were_given_up(to
         if keep and state_of_last:
             again.stream.restore(state_of_last[-1])
             again.open = list(first.open)
-        else:  # a rescue saves this: the position after the last batch that was trained on
+        else:  # as the checkpoint of a failed run, which has the position after the last trained batch
             plain = Training(stream(tokenizer, files, rows=3, lag=lag, **settings), lag)
             states = []
             for step in range(saved_at):

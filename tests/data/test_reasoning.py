@@ -59,7 +59,8 @@ def test_a_stream_goes_on_where_it_was():
     assert of_set.text == held.text
 
 
-# Datasets whose problems hold tuples (arc_agi), keys or values that JSON lacks, or whose scorers raise errors.
+# Some of these datasets have problems with tuples (rearc), with keys or values that JSON lacks, or scorers that raise
+# errors.
 @needs
 @pytest.mark.parametrize("name", ["chain_sum", "knights_knaves", "prime_factorization", "rearc", "letter_counting"])
 def test_the_right_answer_scores_1_and_nonsense_0(name):

@@ -23,7 +23,8 @@ def steps(run, first=1, last=99):
 
 
 def put(run, name, value, first, last=99):
-    """Changes one metric of some steps; `value` is the new number, or a function of the old one."""
+    """Changes one metric of the steps from `first` to `last`; `value` is the new number, or a function of the old
+    number."""
     for record in steps(run, first, last):
         record[name] = value(record.get(name)) if callable(value) else value
 
@@ -100,7 +101,8 @@ def forgets(run):
 
 
 def uneven(run):
-    """The longest sample of a batch has four times the mean length, and the update waits for it."""
+    """Plants a fault: from step 10 on the longest sample has four times the mean length, and the update waits for
+    samples."""
     put(run, "perf/waits_samples", 0.6, 1)
     put(run, "completion/length_mean", 8.0, 1)
     put(run, "completion/length_max", 16.0, 1, 9)

@@ -78,8 +78,8 @@ def test_a_killed_run_ends_as_one_that_never_was(name, tmp_path):
         assert "actor/pg_loss" not in records[1] and "critic/vf_loss" in records[1]
         assert len({r["reward/kl_coef"] for r in records.values()}) > 2
     if name == "steered":
-        # In the first step the policy is still the reference: its KL is 0, so the coefficient falls. In later steps the
-        # measured KL decides.
+        # The first step begins with the reference's weights, so its KL is below the target and the coefficient falls.
+        # In later steps the measured KL decides.
         coefs = [records[step]["actor/kl_coef"] for step in (1, 2, 3, 4)]
         assert coefs[0] == 0.1 and len(set(coefs)) == 4
         assert all((b > a) == (records[i]["actor/kl"] > 0.001) for i, (a, b) in enumerate(itertools.pairwise(coefs), 1))

@@ -23,7 +23,8 @@ CONFIG = RolloutConfig(
 )
 SMALL = {"vocab_size": 300, "num_layers": 2, "model_dim": 16, "ffn_dim": 16, "window": 6}
 
-# The cases differ in shapes and meshes only. So slow cases, too, are compiled with least effort, in half the time.
+# Every case needs programs of its own, so slow cases are compiled without optimisations, too, which takes half the
+# time.
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 FORMS = pytest.mark.nightly("podrl/engine", "podrl/rollout", "podrl/models")
 

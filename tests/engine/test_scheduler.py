@@ -71,7 +71,8 @@ class Device:
                     self.spilled.discard(store.key)
 
     def remember(self, plan) -> None:
-        """Records what places hold after a plan's prefills, feeds and copies; checks the places that these read."""
+        """Records whose linear-attention memory each place holds after a plan's prefills, feeds and copies; checks that
+        each of these steps reads the memory of its own sample."""
         nowhere = self.shape.lanes + self.shape.slots
         for prompt, shard, _, place in plan.prefills:
             assert self.shape.lanes <= place < nowhere

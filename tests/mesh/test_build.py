@@ -10,7 +10,7 @@ from podrl.mesh.build import check_decodes, describe_mesh, make_mesh, parse_mesh
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """A device with the attributes that the mesh builder reads."""
+    """Stands in for a device; it has only the attributes that the mesh builder reads."""
 
     process_index: int
     id: int
@@ -69,7 +69,8 @@ def test_devices_are_sorted_by_process_then_id():
 
 @dataclasses.dataclass(frozen=True)
 class PathwaysChip(Chip):
-    """A device behind the Pathways proxy: all its devices belong to process 0. Orbax reads the same attributes."""
+    """Stands in for a device behind the Pathways proxy, whose devices all belong to process 0. Orbax reads the same
+    attributes."""
 
     slice_index: int
     virtual_task_index: int

@@ -27,7 +27,7 @@ def trees_equal(a, b):
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    """Copies a fixture, so that it may be damaged."""
+    """Copies the fixture `llama`; tests damage the copy."""
     return pathlib.Path(shutil.copytree(FIXTURES / "llama", tmp_path / "llama"))
 
 

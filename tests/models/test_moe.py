@@ -98,7 +98,7 @@ def dense(layer, lora):
 
 
 def reference(x_XD, layer, experts, expert_Xk):
-    """Computes every expert for every token in float64, with the weights of the definition: 0 if not chosen."""
+    """Computes every expert for every token in float64, with weight 0 for experts that are not chosen."""
     bias = lambda name: layer.get(name, 0.0)  # noqa: E731
     silu = lambda a: a / (1 + jnp.exp(-a))  # noqa: E731
     logit_XE = x_XD @ layer["router"] + bias("router_bias")
@@ -148,7 +148,7 @@ def test_values_and_gradients_are_those_of_all_experts_in_float64(variant):
     check_against_reference(config_with(**VARIANTS[variant]), 30, seed=len(variant))
 
 
-@pytest.mark.parametrize("scale", [1.0, 30.0])  # with the second scale most gates and ups are beyond their bounds
+@pytest.mark.parametrize("scale", [1.0, 30.0])  # at scale 30 most gate and up values are clipped
 def test_biases_and_the_bounded_activation(scale):
     layer = random_layer(OSS)
     layer["expert_in"] *= scale
@@ -233,7 +233,7 @@ def test_given_routes_are_taken_and_unknown_ones_chosen():
     def loss(router):
         return jnp.sum(moe.feed_forward(x_BTD, {**layer, "router": router}, 0, config, route_BTk=given_BTk)[0] ** 2)
 
-    assert np.abs(jax.grad(loss)(layer["router"])).max() > 1e-3  # the gate still gets gradients under replay
+    assert np.abs(jax.grad(loss)(layer["router"])).max() > 1e-3  # the router gets gradients for given routes, too
 
 
 def test_no_token_is_dropped_when_all_choose_the_same_experts():
@@ -482,7 +482,7 @@ def test_the_kernels_compile_for_tpu_without_a_copy_of_the_weights(monkeypatch):
 
     decoded = jax.jit(decode).lower(stack, of(32, 1, 512), of(kind=jnp.int32)).compile()
     assert decoded.as_text().count("tpu_custom_call") >= 3
-    assert decoded.memory_analysis().temp_size_in_bytes < 2 * math.prod(layer["expert_in"].shape)  # of one layer
+    assert decoded.memory_analysis().temp_size_in_bytes < 2 * math.prod(layer["expert_in"].shape)  # no copy of a layer
     jax.jit(jax.grad(loss, argnums=(0, 1))).lower(layer, of(1, 1024, 512)).compile()
 
 

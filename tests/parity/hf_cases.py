@@ -91,7 +91,8 @@ QWEN3_5_EXPERTS = {
     "shared_expert_intermediate_size": 10,
 }
 
-# Windows on every other layer, sinks, biases everywhere; gates and ups beyond the bounds of the activation are likely.
+# Windows on every other layer, sinks, biases everywhere; many gate and up values are beyond the bounds of the
+# activation.
 GPT_OSS = {
     "intermediate_size": 16,
     "sliding_window": 5,

@@ -64,7 +64,8 @@ ENTRY %main (a: f32[8,16], b: f32[5,16,4]) -> f32[8,4] {
 def test_a_loop_counts_as_often_as_it_runs():
     cost = cost_of(TEXT.replace("LAST", "5"))
     assert cost.flops == 3 * 2 * 8 * 16 * 4
-    # The product reads all of x and one of five slices of w, and writes y. Permute and gather only move near memory.
+    # The product reads all of x and one of five slices of w, and writes y. The permute and the gather write to VMEM
+    # only, so they do not count.
     assert cost.bytes == pytest.approx(3 * (4 * (8 * 16 + 16 * 4 + 8 * 4)), abs=3 * 16)
     assert cost.collectives == (
         Collective("all-gather", 1, 4 * 4 * 4, False),
@@ -90,7 +91,7 @@ def test_loops_of_a_named_scope_run_as_often_as_the_caller_says():
 
 
 def test_what_a_nested_fusion_passes_on_is_read():
-    """The weight of a product comes through a fusion that only renames it."""
+    """A product reads its weight through an inner fusion that only passes the weight on."""
     nested = TEXT.replace(
         "%cut = f32[1,16,4]{2,1,0} dynamic-slice(%param_1.1, %zero, %zero, %zero), dynamic_slice_sizes={1,16,4}",
         "%cut = f32[5,16,4]{2,1,0} fusion(%param_1.1), kind=kLoop, calls=%same",

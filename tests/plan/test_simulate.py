@@ -1,4 +1,4 @@
-"""Simulated training steps, worked by hand, and their balance."""
+"""Simulated training steps worked by hand, and the split of chips that balances trainer and rollout."""
 
 import dataclasses
 import json
@@ -11,7 +11,7 @@ from podrl.plan.simulate import Load, Speeds, balance, read_lengths, simulate, w
 
 ROLLOUT = RolloutConfig(max_tokens_to_generate=1024, steps_per_dispatch=8, kv_cache_size=2048)
 SAME = np.array([100])
-# Prompts of 64 tokens; a prefill call takes 4 rows of 64 tokens, or 2 of 128, on each of 2 shards.
+# Prompts have 64 tokens. A prefill call takes 4 rows of 64 tokens, or 2 of 128, on each of 2 shards.
 LOAD = Load(ROLLOUT, lanes=8, shards=2, samples=16, group_size=4, prompt=64)
 
 

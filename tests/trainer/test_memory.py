@@ -83,7 +83,8 @@ D, CHUNK = 16, 1 << 16
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_log_probabilities_need_nothing_that_grows_with_tokens_times_vocabulary(backward):
-    """Temporaries are a + b T + c V, so their mixed difference vanishes, forward and backward."""
+    """The bytes of temporaries are a + b T + c V, without a term T V, so their mixed difference vanishes, forward and
+    backward."""
 
     def used(time: int, vocab: int) -> int:
         config = gemma2_config(

@@ -18,7 +18,7 @@ from podrl.trainer.optimizer import Optimizer
 from podrl.trainer.step import make_logprob_fn
 from podrl.types import Layout
 
-B = 8  # sequences of every batch
+B = 8  # number of sequences in every batch
 MODES = ("token-mean", "sequence-mean-token-mean")
 
 

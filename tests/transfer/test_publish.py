@@ -74,7 +74,7 @@ def test_experts_may_be_cut_differently_on_both_sides(trainer, rollout, transpor
 
 
 def flip(array, device_index=None):
-    """Flips one bit of one element, on every replica or on one device only."""
+    """Flips one bit of an array's first element, on every replica or on one device only."""
     shards = []
     for k, shard in enumerate(array.addressable_shards):
         data = np.array(shard.data)

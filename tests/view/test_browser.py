@@ -115,7 +115,7 @@ SHOWN = {
     "samples": ["8 samples", "/groups?run=0&amp;step=10", "rewards by function", "reference"],
     "run": ["<caption>Roles (8 x cpu)", '<td class="">trainer', "trainer.max_steps", "greedy_answer"],
 }
-# Further text that the pages of the other runs show.
+# Further texts on a view, by (view, run).
 MORE = {
     ("timeline", TOOLS): ["Calls of tools", "search", "3 short spans"],
     ("run", TOOLS): [
