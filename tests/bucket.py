@@ -81,7 +81,7 @@ class Bucket:
     refusals = 0
 
     def __init__(self):
-        # The server reads its handlers when it is imported, so ours must be set before this import.
+        # The server reads its handlers when it is imported, so the handlers above must be set before this import.
         from gcp_storage_emulator.server import create_server
 
         (port,) = free_ports(1)

@@ -23,7 +23,7 @@ def _resident() -> float:
 
 
 class _Peak:
-    """Measures the largest memory of this process, 50 times a second."""
+    """Measures the peak memory of this process by 50 samples a second."""
 
     def __init__(self) -> None:
         self.bytes, self._ended = _resident(), threading.Event()
@@ -58,7 +58,7 @@ def _host(rank: int, hosts: int, port: int, directory: str, mesh: str, what: str
     checkpoints, found = Checkpoints(directory), {"what": what, "rank": rank}
     if what == "save":
         state = jax.block_until_ready({f"w{i}": make(i) for i in range(leaves)})
-        tree_sums(state)  # compiles the program
+        tree_sums(state)  # compiles the program of the checksums
         found["held"], peak, started = _resident(), _Peak(), time.perf_counter()
         assert checkpoints.save(1, state, {}, {})
         found["blocked_s"] = time.perf_counter() - started

@@ -147,7 +147,7 @@ def test_a_dry_run_refuses_a_workdir_that_cannot_be_made(tmp_path, place):
 
 
 def test_a_directory_that_cannot_be_written_is_no_workdir(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "access", lambda place, mode: pathlib.Path(place) != tmp_path)  # tests may run as root
+    monkeypatch.setattr(os, "access", lambda place, mode: pathlib.Path(place) != tmp_path)  # root may write
     with pytest.raises(ValueError, match=f"cannot be a run directory \\({tmp_path} cannot be written\\)"):
         check_workdir(tmp_path / "a" / "b")
     check_workdir("gs://bucket/run")

@@ -59,7 +59,7 @@ def flip(file: pathlib.Path, bit: int) -> None:
 
 
 def _bits(file: pathlib.Path, count: int) -> list[int]:
-    """Chooses bits of the first and last bytes, and some bits between them."""
+    """Chooses the first and the last bit of a file, and `count` random bits."""
     bits = 8 * file.stat().st_size
     rng = random.Random(file.name)
     some = {0, bits - 1, *(rng.randrange(bits) for _ in range(count))} if bits else set()
@@ -166,7 +166,7 @@ def test_runs_resumed_with_a_flipped_bit_in_every_other_file_and_in_the_newest_c
     assert {name for name in others if not name.startswith(_UNREAD)} == files
     for name in others:
         content = (workdir / name).read_bytes()
-        places = [found.end() - 1 for found in re.finditer(rb"\.\d+", content)]  # one digit becomes another
+        places = [found.end() - 1 for found in re.finditer(rb"\.\d+", content)]  # a digit changes, JSON stays valid
         flip(workdir / name, 8 * (places or range(len(content)))[len(places or content) // 4])
     data = max((workdir / "checkpoints" / NEWEST / "state").rglob("*"), key=lambda p: p.stat().st_size)
     flip(data, 8 * data.stat().st_size // 2)
@@ -177,6 +177,6 @@ def test_runs_resumed_with_a_flipped_bit_in_every_other_file_and_in_the_newest_c
     for name in ("metrics.jsonl", "samples.jsonl"):
         assert f"{name} is not what this run wrote" in resumed.stdout
     assert comparable(workdir)[-1] == comparable(whole)[-1]
-    for name in ("metrics.jsonl", "samples.jsonl"):  # lost lines of earlier steps are not written again
+    for name in ("metrics.jsonl", "samples.jsonl"):  # a resume does not write lost lines of earlier steps again
         shutil.copy(whole / name, workdir / name)
     same_end(workdir, whole)

@@ -59,7 +59,7 @@ def limited(limits: str, program: str) -> list[str]:
 
 @contextlib.contextmanager
 def endpoint(descriptors: int = 1024):
-    """Starts an endpoint that may open at most `descriptors` files: (process, address)."""
+    """Starts an endpoint that may open at most `descriptors` files; yields its process and its address."""
 
     process = subprocess.Popen(
         limited(f"ulimit -n {descriptors}", ENDPOINT), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

@@ -25,8 +25,8 @@ from kills import (
 from processes import comparable, job, run, same_end
 
 pytestmark = pytest.mark.e2e
-# With the kills of the tests below there are 31 kills; a life of a pod costs twice as much as a life of a single
-# process. DPO and SFT are killed in tests/e2e/test_supervised_runs.py.
+# Number of kills of each variant. A life of a pod costs twice as much as a life of a single process. DPO and SFT are
+# killed in tests/e2e/test_supervised_runs.py.
 KILLS = {
     "single": 2,
     "opd": 1,
@@ -56,7 +56,8 @@ ABOUT = {
 }
 TOOLS = pytest.mark.nightly("podrl/environments/journal.py", "podrl/rollout/episodes.py")
 OPTIMISED = ("single", "shared")  # a process and a pod whose programs are compiled as for users
-# A split pod is killed on every change, and one process in tests/e2e/test_algorithms.py.
+# Only the case of a split pod runs at every change; tests/e2e/test_algorithms.py kills a single process at every
+# change.
 GROUPS = pytest.mark.nightly("podrl/learner/pods", "podrl/storage/checkpoint.py", "podrl/rollout/open_groups.py")
 # Steps after which a process is killed. In a split pod the death of a rollout host mostly ends no other process.
 STEPS_OF = {"single": (1, 3), "shared": (2, 3), "split": (1, 2, 3)}
@@ -172,7 +173,8 @@ def test_killed_between_call_and_answer_at_every_step(variant, with_tools, tmp_p
 @TOOLS
 @pytest.mark.nightly("podrl/storage/mirror.py", "podrl/storage/storage.py")
 def test_a_bucket_has_the_answers_for_another_machine(with_tools, bucket, monkeypatch, tmp_path):
-    """Until the run is killed the bucket takes everything but the checkpoint; the next start has only the bucket."""
+    """The bucket refuses every checkpoint until the run is killed; the next start, on another disk, has only the
+    bucket."""
     (tmp_path / "world").write_text("first")
     place, settings = "gs://bucket/runs/tools", {"base": VARIANTS["tools"], "logs": tmp_path}
     drawn = {f"{step}.jsonl": answers for step, answers in enumerate(_calls(with_tools))}

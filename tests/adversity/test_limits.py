@@ -68,7 +68,7 @@ def test_reward_functions_see_no_secret_and_have_limits(tmp_path, monkeypatch):
         monkeypatch.setenv(name, value)
     rewards(tmp_path, "look", environment=("HF_TOKEN",))
     seen = json.loads((tmp_path / "seen.json").read_text())
-    assert {n for n in SECRETS if n in seen["environment"]} == {"HF_TOKEN"}  # allowed by the job's own setting
+    assert {n for n in SECRETS if n in seen["environment"]} == {"HF_TOKEN"}  # allowed by `environment`
     assert not set(SECRETS.values()) - {"h"} & set(seen["environment"].values())
     assert HARMLESS.items() <= seen["environment"].items()
     limits, mib = seen["limits"], 1 << 20

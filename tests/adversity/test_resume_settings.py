@@ -129,7 +129,8 @@ def test_a_key_the_saved_run_does_not_know_had_its_default_there():
 
 @pytest.mark.parametrize("algorithm", [*PRESETS, "sft", "dpo", "orpo", "kto", "reward_model"])
 def test_any_section_may_be_new_whatever_the_algorithm_makes_its_defaults(algorithm):
-    """Presets, and algorithms that learn from the data's answers, have other defaults than the sections themselves."""
+    """A saved run may lack any section. Presets, and algorithms that learn from the data's answers, change the defaults
+    of sections."""
     given = {"algorithm": algorithm, "trainer": {"eval_every_n_steps": 0, "max_steps": 6}}
     filled = complete(given | ({"model": {"reference": "teacher"}} if algorithm == "opd" else {}))
     mine, known = (

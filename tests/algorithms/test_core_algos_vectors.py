@@ -1,4 +1,5 @@
-"""Every number in core_algos.json, the outputs of verl's functions in float64 (its "about" says which version)."""
+"""Compares podrl with every number in core_algos.json, which verl's functions computed in float64 (its key "about"
+names verl's version)."""
 
 import contextlib
 import json

@@ -18,7 +18,7 @@ from podrl.testing import lay_out, packed_layout, policy_rows, sequences
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-# Every surrogate, every correction, every aggregation mode and several KL estimators, each at least once.
+# These losses have every surrogate, correction and aggregation mode and several KL estimators at least once.
 SETTINGS = {
     "clip": PolicyLoss(
         KLLossSettings(
@@ -96,12 +96,12 @@ def one_row(**arrays):
 @pytest.mark.parametrize(
     ("settings", "advantage", "ratio", "expected"),
     [
-        # NeMo-RL: ratios 0.5, 1, 1.5 -> -0.5, 1, -2.4.
+        # NeMo-RL's test: the ratios 0.5, 1 and 1.5 give the token losses -0.5, 1 and -2.4.
         ({}, [1.0, -1.0, 2.0], [0.5, 1.0, 1.5], -1.9 / 3),
-        # NeMo-RL: dual clip at 3 bounds the last token at 12 -> -0.5, 1, 12.
+        # NeMo-RL's test: dual clip with c = 3 bounds the last token's loss at 12: -0.5, 1, 12.
         ({"epsilon_c": 3.0}, [1.0, -1.0, -4.0], [0.5, 1.0, 5.0], 12.5 / 3),
         ({}, [1.0, -1.0, -4.0], [0.5, 1.0, 5.0], 20.5 / 3),
-        # Clip-higher: only the upper side moves, -1.28 * 2 in place of -1.2 * 2.
+        # Clip-higher moves only the upper bound: -1.28 * 2 in place of -1.2 * 2.
         ({"epsilon_high": 0.28}, [1.0, -1.0, 2.0], [0.5, 1.0, 1.5], (-0.5 + 1.0 - 2.56) / 3),
         ({"epsilon_low": 0.1}, [1.0, -1.0, -2.0], [1.0, 1.0, 0.5], (-1.0 + 1.0 + 1.8) / 3),
         # GSPO: s = (0.5 * 1 * 1.5)^(1/3) = 0.9086 stays within the clip; A sums to 2.
@@ -226,7 +226,7 @@ def test_kl_and_entropy_enter_with_their_coefficients():
 @pytest.mark.parametrize("kind", SETTINGS)
 def test_masked_tokens_and_packing_do_not_matter(kind):
     def strictly(*arguments):
-        with jax.numpy_dtype_promotion("strict"):  # a trainer may forbid mixing dtypes silently
+        with jax.numpy_dtype_promotion("strict"):  # users may forbid implicit casts
             return SETTINGS[kind](*arguments)
 
     testing.check_packing(strictly)
@@ -266,7 +266,7 @@ def test_finite_differences(kind):
     found = np.asarray(grad_BT)[layout.row, layout.column]
     h = 1e-6
     if SETTINGS[kind].settings.kl_loss_mode.endswith("+"):
-        tokens["ref_logprob"] = tokens["logprob"]  # a straight-through gradient is not a derivative
+        tokens["ref_logprob"] = tokens["logprob"]  # no KL: its straight-through gradient is no derivative
         found = np.asarray(run(kind, lay_out(tokens, layout))[2])[layout.row, layout.column]
     for at in np.flatnonzero(tokens["mask"]):
         sides = []

@@ -249,7 +249,7 @@ def test_a_seq_that_does_not_divide_is_refused(capsys):
 
 def test_growth_compares_exponents_of_cost_and_of_work():
     points = [(n, 3.0 * n**1.5, 7.0 * n**1.5) for n in (10, 100, 1000)]
-    found = growth.exponents([(1, 90.0, 7.0), *points])  # costs of small sizes are mostly fixed
+    found = growth.exponents([(1, 90.0, 7.0), *points])  # the smallest sizes are not fitted
     assert found == pytest.approx({"cost_by_size": 1.5, "work_by_size": 1.5, "cost_by_work": 1.0})
     same = growth.exponents([(n, 2.0, 5.0) for n in (16, 32, 64, 128)])
     assert same["cost_by_size"] == pytest.approx(0.0) and math.isnan(same["cost_by_work"])

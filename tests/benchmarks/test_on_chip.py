@@ -1,4 +1,5 @@
-"""The command for an hour on a chip: results survive a stop and a failure, and the table describes them."""
+"""benchmarks.on_chip, which measures on a chip for an hour: results survive a stop and a failure, and a table describes
+them."""
 
 import json
 

@@ -1,4 +1,5 @@
-"""Under rollout.merge_adapters the rollout decodes the actor with its adapters folded in, and nothing else changes."""
+"""With rollout.merge_adapters the engine decodes with the adapters merged into the actor's weights; nothing else
+changes."""
 
 import dataclasses
 

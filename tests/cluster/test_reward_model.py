@@ -78,8 +78,8 @@ CHAT = (
 
 @pytest.fixture(params=["chat", "plain"])
 def bytewise(request, directory, tmp_path):
-    """Makes the reward model with a byte tokenizer, with and without a chat template; returns its expected input
-    too."""
+    """Makes the reward model with a byte tokenizer, with and without a chat template; returns its directory, its
+    tokens, and the texts that it must score."""
     out = tmp_path / "model"
     shutil.copytree(directory, out)
     pieces = ["<s>", "</s>", *sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())]

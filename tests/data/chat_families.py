@@ -62,7 +62,7 @@ _QWEN_HEAD = (
     "{% if tools %}{{ '<|im_start|>system\\n' }}{% for t in tools %}{{ t | tojson }}{{ '\\n' }}{% endfor %}"
     "{{ '<|im_end|>\\n' }}{% endif %}"
 )
-# Qwen 3: the next question removes thoughts; the last turn has an empty thought.
+# Qwen 3: the next question removes the thoughts of earlier turns; a last turn without a thought gets an empty one.
 QWEN3 = (
     _QWEN_HEAD + _LAST_QUERY + "{% for m in messages %}{% if m.role in ('user', 'system') %}"
     "{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% elif m.role == 'assistant' %}" + _THOUGHT
@@ -80,7 +80,7 @@ QWEN3_OPENS = (
     + _JSON_CALLS + "{{ '<|im_end|>' }}" + E + "{{ '\\n' }}{% elif m.role == 'tool' %}" + _RESPONSES
     + "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n<think>\\n' }}{% endif %}"
 )  # fmt: skip
-# Hermes: calls and outputs in ChatML; thoughts are kept as they are.
+# Hermes: calls and outputs of tools stand in ChatML; thoughts are kept as they are.
 HERMES = (
     _QWEN_HEAD + "{% for m in messages %}{% if m.role == 'assistant' %}{{ '<|im_start|>assistant\\n' }}" + G
     + "{{ m.content or '' }}{% for c in m.tool_calls or [] %}{{ '\\n<tool_call>\\n' }}{{ c.function | tojson }}"
@@ -90,7 +90,7 @@ HERMES = (
     "{% if loop.last or loop.nextitem.role != 'tool' %}{{ '<|im_end|>\\n' }}{% endif %}{% else %}"
     "{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endif %}{% endfor %}" + _OPEN_IM
 )  # fmt: skip
-# Llama 3.1: contents are stripped; a turn with a call loses its other words; outputs are JSON text.
+# Llama 3.1: contents are stripped; a turn with a call loses its other words; outputs of tools are JSON text.
 LLAMA3 = (
     "{{ bos_token }}{{ '<|start_header_id|>system<|end_header_id|>\\n\\n' }}{% if messages[0].role == 'system' %}"
     "{{ messages[0].content | trim }}{% set messages = messages[1:] %}{% endif %}"

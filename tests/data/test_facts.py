@@ -1,4 +1,5 @@
-"""Facts: the corpus and the questions agree, questions are held out of training, first examples search and cite."""
+"""The task of facts: its corpus and questions agree, questions are held out of training, supervised examples search and
+cite."""
 
 import re
 

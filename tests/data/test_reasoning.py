@@ -41,7 +41,7 @@ def test_a_question_is_trained_or_held_out_and_depends_on_the_seed_alone():
     assert all(one["question"].count("+") + one["question"].count("-") <= 2 for one in train)
     other = DataConfig(SUMS.path, arguments=SUMS.arguments, size=200, seed=4)
     assert split(other).parts[0].train[0] != train[0]
-    assert "reasoning_gym" not in sys.modules  # a process of its own writes the problems
+    assert "reasoning_gym" not in sys.modules  # another process writes the problems
 
 
 @needs

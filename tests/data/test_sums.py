@@ -1,4 +1,5 @@
-"""Sums: right answers, a fixed stream, expressions held out of training, and examples whose tool part is given."""
+"""The task of sums: right answers, a fixed stream, expressions held out of training, and examples whose tool output is
+not learned."""
 
 import operator
 import re

@@ -219,7 +219,7 @@ def test_the_page_has_every_row_of_the_table():
 
 
 def test_findings_name_the_settings_of_the_table_of_algorithms():
-    """The page of algorithms opens with a table of tasks; each of its settings is the advice of a finding."""
+    """docs/algorithms.md begins with a table of tasks; each setting in the table is the advice of a finding."""
     table = (ROOT / "docs" / "algorithms.md").read_text().split("\n\n")[1]
     keys = " ".join(row.key for row in CHECKS)
     settings = {re.sub("^grpo[.]", "SECTION.", key) for key in re.findall(r"--config\.((?:[a-z]+[.])[a-z_]+)", table)}

@@ -116,7 +116,7 @@ def test_a_host_lost_between_the_fetches_of_two_trainers_leaves_no_trace(tmp_pat
     run(tmp_path / "undisturbed" / "run", *flags)
     with job(tmp_path / "lost" / "run", *flags) as running:
         running.wait_for("the leader's fetch", (tmp_path / "lost" / "fetched").exists)
-        time.sleep(0.5)  # the others go on until they need the second trainer
+        time.sleep(0.5)  # the other processes go on until they need trainer 1
         os.kill(process(running.process.pid, 3), signal.SIGKILL)
         running.wait_for("the loss", lambda: "rollout 0 takes over prompts" in running.stderr)
         (tmp_path / "lost" / "go").touch()

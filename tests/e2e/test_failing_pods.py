@@ -180,7 +180,7 @@ def test_a_trainer_that_dies_in_a_collective_is_told_in_a_line(host, tmp_path, d
         running.wait_for_step(1)
         pid = process(running.process.pid, host)
         os.kill(pid, signal.SIGSTOP)
-        time.sleep(2.0)  # the others go on until they need the stopped process
+        time.sleep(2.0)  # the other processes go on until they need the stopped process
         os.kill(pid, signal.SIGKILL)
         assert running.end() == 42, running.stderr
     assert _TRACEBACK not in running.stderr and "stack trace" not in running.stderr, running.stderr
@@ -192,7 +192,7 @@ def test_a_trainer_that_dies_in_a_collective_is_told_in_a_line(host, tmp_path, d
     assert all(len(lines) == 1 for lines in said.values()), said
     if host == 1:
         assert len(said) == 3 and all("trainer 1 (host 1" in lines[0] for lines in said.values()), said
-    else:  # the service of jax's cluster dies with host 0, and jax ends the members
+    else:  # host 0 has jax's coordination service, so jax ends the other processes
         assert running.stderr.count("Terminating process because the JAX distributed service") + len(said) == 3
     assert f"trainer {host} ended with signal SIGKILL; the other processes must end too" in running.stderr
     _end_of(descendants)

@@ -52,7 +52,8 @@ def pip(python, command, *args, cwd):
 
 
 def environment(folder):
-    """Makes a virtual environment without podrl that shares this one's dependencies."""
+    """Makes a virtual environment without podrl that has this environment's other packages; returns its Python and
+    site-packages."""
     run(sys.executable, "-m", "venv", "--without-pip", folder, cwd=folder.parent)
     (site,) = folder.glob("lib/python*/site-packages")
     others = [path for path in sys.path if path.endswith("-packages")]

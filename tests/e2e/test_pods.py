@@ -1,4 +1,4 @@
-"""Fake pods of several processes train as one process does, also if a process of the pod dies."""
+"""Pods of several processes on this machine train as one process does, even if a process of the pod dies."""
 
 import contextlib
 import functools

@@ -1,4 +1,5 @@
-"""A model learns to ask a calculator: its words, the tool's answers, and its progress within a few steps."""
+"""A model learns to call a calculator: the words of the model, the answers of the tool, and progress within a few
+steps."""
 
 import json
 import re

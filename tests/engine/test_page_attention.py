@@ -66,7 +66,7 @@ def test_equals_the_form_of_xla(dtype: str, tolerance: float, softcap: float, wi
     normal = lambda *shape: jax.random.normal(next(draw), shape)  # noqa: E731
     q_RNH = (normal(6, KEYS * GROUP, WIDTH) * WIDTH**-0.5).astype(dtype)
     pools = [normal(LAYERS, PAGES, KEYS, TOKENS, WIDTH).astype(dtype) for _ in range(2)]
-    unread = np.asarray([p for p in range(PAGES) if p not in used and p > 0])  # XLA reads page 0 at empty places
+    unread = np.asarray([p for p in range(PAGES) if p not in used and p > 0])  # XLA reads page 0 for empty entries
     recent = attention.PartialSoftmax(
         normal(6, KEYS, GROUP), 1 + normal(6, KEYS, GROUP) ** 2, normal(6, KEYS, GROUP, WIDTH)
     )
@@ -128,7 +128,8 @@ def _engine(topology: str, spec: str, **how: bool) -> tuple[Engine, dict]:
 
 
 def test_gpus_decode_with_their_kernel():
-    """GPUs from Ampere on use their kernel if pages and heads are powers of two; Pallas compiles it for GPUs."""
+    """GPUs from Ampere on use the Pallas kernel for GPUs if the sizes of pages and heads are powers of two; the kernel
+    compiles."""
 
     def decodes(generation: str, wanted: bool | None = None, width: int = WIDTH) -> bool:
         device = types.SimpleNamespace(device_kind="a GPU", platform="gpu", compute_capability=generation)

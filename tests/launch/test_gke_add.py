@@ -95,7 +95,8 @@ def test_hosts_that_end_are_restarted_and_a_job_that_is_gone_is_given_up():
 
 @pytest.fixture
 def kubectl(tmp_path, monkeypatch):
-    """Makes a kubectl that returns the running set, and records its calls and the applied manifests."""
+    """Puts a stand-in for kubectl on PATH that returns the running JobSet and records its calls and the applied
+    manifests."""
     (tmp_path / "runs.json").write_text(json.dumps(running("--env=WANDB_API_KEY=w4ndb")))
     program = tmp_path / "kubectl"
     program.write_text(

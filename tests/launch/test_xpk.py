@@ -235,8 +235,8 @@ def test_a_dry_run_writes_the_manifest_that_is_submitted(tmp_path, monkeypatch, 
 
 
 def test_xpk_submits_a_jobset_in_which_restarts_after_a_preemption_are_not_counted(tmp_path, monkeypatch, capfd):
-    """xpk starts kubectl through a shell, which finds our kubectl. Ours adds the rules to the JobSet and hands it to
-    the real kubectl."""
+    """xpk starts kubectl through a shell, which finds the kubectl of launch.xpk first. It adds the rules to the JobSet
+    and hands the JobSet to the real kubectl."""
     source, manifest, applied = (tmp_path / name for name in ("source.yaml", "written.yaml", "applied.yaml"))
     source.write_text(XPKS_JOBSET)
     for name, text in (
@@ -283,7 +283,7 @@ def test_xpk_submits_a_jobset_in_which_restarts_after_a_preemption_are_not_count
 def test_a_missing_program_or_package_is_named_before_anything_is_written(
     pathways, lacks, message, tmp_path, monkeypatch, capfd
 ):
-    """Pathways jobs get no rules, so they need no pyyaml."""
+    """Pathways jobs get no failure rules, so they need no pyyaml."""
     for name in {"xpk", "gcloud", "kubectl"} - {lacks}:
         (tmp_path / name).write_text(f"#!/bin/sh\necho {name} >>{tmp_path}/calls\n")
         (tmp_path / name).chmod(0o755)

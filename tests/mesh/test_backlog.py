@@ -1,4 +1,4 @@
-"""The bound on device programs in flight."""
+"""Backlog bounds the number of device programs in flight."""
 
 import jax
 

@@ -211,7 +211,7 @@ def test_the_use_of_experts_is_counted_in_the_layer_where_it_is_least_even():
     measure = lambda route, real: [float(x) for x in moe.use_of_experts(jnp.asarray(route), real[None], experts)]  # noqa: E731
     np.testing.assert_allclose(measure(route_LBTk, real), [8, 0], atol=1e-6)
     np.testing.assert_allclose(measure(route_LBTk[:1], real), [2, 1], atol=1e-6)
-    half_Xk = np.arange(16).reshape(8, 2) % 4 + 1  # half of the experts: log 4 is the mean of log 2 and log 8
+    half_Xk = np.arange(16).reshape(8, 2) % 4 + 1  # 4 of 8 experts: log 4 is half-way from log 2 to log 8
     np.testing.assert_allclose(measure(half_Xk[None, None], real[:8]), [4, 0.5], atol=1e-6)
     unknown = np.full((1, 1, 10, 2), moe.UNKNOWN)
     assert np.isfinite(measure(unknown, real)).all() and measure(unknown, real)[0] == 0
@@ -258,7 +258,7 @@ def test_tokens_that_nobody_reads_cost_no_rows_and_change_no_other():
     grads, (out_BTD, route_BTk) = jax.grad(loss, argnums=(0, 1), has_aux=True)(layer, x_BTD, real_BT)
     whole_BTD, own_BTk = moe.feed_forward(x_BTD, layer, 0, config)
     np.testing.assert_allclose(out_BTD, jnp.where(real_BT[..., None], whole_BTD, 0), atol=1e-6)
-    np.testing.assert_array_equal(route_BTk, own_BTk)  # recorded for all tokens
+    np.testing.assert_array_equal(route_BTk, own_BTk)  # padding's routes are recorded, too
     of_real = jax.grad(lambda layer, x: loss(layer, x[real_BT][None], None)[0], argnums=(0, 1))(layer, x_BTD)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * max(1, np.abs(b).max())), grads, of_real)
 

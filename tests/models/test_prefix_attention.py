@@ -49,8 +49,8 @@ def qkv(T, N, K, H, dtype, B=2):
 
 
 def values_and_grads(run, arrays, segment_BT, windows):
-    """Computes, for every window, the outputs of real tokens and the gradients by unscaled queries, keys and values;
-    returns all in float32."""
+    """Computes, for every window, the outputs of real tokens and the gradients with respect to unscaled queries, keys
+    and values; returns all in float32."""
     real_BT = (segment_BT > 0)[:, :, None, None]
 
     def total(q_BTNH, k_BTKH, v_BTKH, window):

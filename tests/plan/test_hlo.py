@@ -147,7 +147,7 @@ ENTRY %main (x: f32[4,8,16], w: f32[4,16,2]) -> f32[4,8,2] {
         # Two products over the lower triangle of 4 x 4 blocks, diagonal included: 10 of 16.
         ("splash_mha_fwd_segmented_residuals", "1,4,4", 2 * 2 * 2 * 8 * 512 * 512 * 64 * 10 / 16),
         ("splash_mha_dkv_segmented_no_residuals", "1,4,4", 2 * 4 * 2 * 8 * 512 * 512 * 64 * 10 / 16),
-        # A window: 2 blocks of each row are listed.
+        # With a window, the kernel's list has 2 blocks of each row.
         ("splash_mha_dq_segmented_no_residuals", "1,4,2", 2 * 3 * 2 * 8 * 512 * 512 * 64 / 2),
     ],
 )
@@ -293,7 +293,7 @@ def test_programs_of_tpu7x_read_slices_in_another_tiling_and_send_by_their_spars
     cost = cost_of(ON_SPARSE_CORES)
     layer = 64 * 128 * 4
     assert cost.by_kind() == {"all-reduce": {"count": 1, "bytes": 2 * 3 / 4 * layer}}
-    assert cost.read == 2 * layer + 4  # the slice of the weights, its number, and what is summed
+    assert cost.read == 2 * layer + 4  # the slice of the weights, its index, and the operand of the all-reduce
     later = (  # jax 0.11 writes this: the start has no operands yet
         "%asked = ((), (), s32[]) call-start(), to_apply=%called\n"
         "  %begun = ((f32[64,128]{1,0}), f32[64,128]{1,0}) call-update(%asked, %taken), to_apply=%called\n"

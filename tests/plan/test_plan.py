@@ -179,7 +179,7 @@ def test_a_side_that_idles_most_of_a_step_is_told_how_to_split_the_chips():
     assert "trainer idles 86% of a step: of the 16 chips, about 2 for the trainer and 14 for the" in _advice(report)
     assert not _advice(dataclasses.replace(report, chips=(0, 0)))  # trainer and rollout on the same chips
     even = predict([_program("trainer", 1, 1.0), _program("rollout", 1, 2.0)], 0.0, max_staleness=1, colocated=False)
-    assert not _advice(dataclasses.replace(report, prediction=even))  # idle for half of the step
+    assert not _advice(dataclasses.replace(report, prediction=even))  # a side idles for half of the step
 
 
 def test_a_search_prints_the_command_that_runs_what_it_found():

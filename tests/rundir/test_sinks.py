@@ -283,7 +283,7 @@ def test_a_tracker_that_hangs_delays_nothing_but_the_end_by_a_bounded_time(tmp_p
     wandb.init = lambda **_: free.wait()
     monkeypatch.setattr(sinks, "_CLOSE_S", 0.01)
     monkeypatch.setattr(sinks, "_WAITING", 2)
-    _run(tmp_path, "wandb")  # would not return if it waited for the tracker
+    _run(tmp_path, "wandb")  # the run does not wait for the tracker
     free.set()
     (said,) = caplog.messages
     assert "is 2 records behind" in said

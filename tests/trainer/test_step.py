@@ -25,7 +25,7 @@ MODES = ("token-mean", "sequence-mean-token-mean")
 @pytest.mark.parametrize("mode", MODES)
 def test_packing_and_micro_batches_do_not_change_the_update(tiny, mode):
     loss = PolicyLoss(KLLossSettings(loss_agg_mode=mode))
-    padded = update(tiny(), loss, row=20, rows=8)  # a row holds one sequence, one micro-batch
+    padded = update(tiny(), loss, row=20, rows=8)  # one sequence per row, one micro-batch
     assert_same(update(tiny(), loss, row=60, rows=1), padded)
     assert_same(update(tiny(), loss, row=40, rows=2), padded)
 
