@@ -23,7 +23,8 @@ from podrl.testing import policy_rows
 
 VECTORS = json.loads((pathlib.Path(__file__).parent / "core_algos.json").read_text())
 VERL_EPS = 1e-8
-# For each preset: the vector's name, and the settings in which the vector differs from it.
+# For each preset: the name of its numbers in core_algos.json, and changes of the preset to the settings with which verl
+# computed them.
 PRESET_ADVANTAGES = {
     **{name: ("grpo", {}) for name in ("grpo", "dapo", "verl_grpo", "tunix_grpo")},
     **{name: ("dr_grpo", {}) for name in ("dr_grpo", "reinforce")},
@@ -281,7 +282,8 @@ def test_gmpo_and_gradient(corrected, dtype):
 
 
 ASYMMETRIC = {"epsilon_low": 0.2, "epsilon_high": 0.28}
-# For each preset: the vector's name, and the settings in which the vector differs from it.
+# For each preset: the name of its numbers in core_algos.json, and changes of the preset to the settings with which verl
+# computed them.
 PRESET_LOSSES = {
     "verl_grpo": ("vanilla", {"epsilon_high": 0.28, "beta": 0.0}),
     "dapo": ("vanilla", {"epsilon_c": 3.0}),
