@@ -13,7 +13,7 @@ import pytest
 from reach import Reach
 
 LONG_TESTS = ".ci/long-tests"
-_LONG_S = 4.0  # mean time of a long test's cases in .ci/nightly on two cores, seconds
+_LONG_S = 4.0  # a test is long if its cases take more seconds on average in .ci/nightly
 
 
 def changed_since(commit: str, root: pathlib.Path) -> list[str] | None:

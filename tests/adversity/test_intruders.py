@@ -52,8 +52,8 @@ HOSTILE = {
 
 
 def limited(limits: str, program: str) -> list[str]:
-    """Returns the command of a Python program under limits. A shell sets them, because our code could hang in a fork of
-    a process with jax."""
+    """Returns a command that runs a Python program under limits. A shell sets the limits, because Python code could
+    hang in a fork of a process with jax."""
     return ["bash", "-c", f'{limits}; exec "$0" -c "$1"', sys.executable, program]
 
 

@@ -38,8 +38,8 @@ KILLS = {
     "hybrid": 2,
     "hybrid, split": 1,
 }
-# The source files that each variant tests: unless one of them changes, the variant is killed in nightly runs only. On
-# every change other tests kill the variants without files, at chosen moments: a single process below, PPO in
+# By variant: the source files whose change makes CI kill the variant; otherwise only nightly runs kill it. Other tests
+# kill the variants without files at every change, at chosen moments: a single process in this file, PPO in
 # tests/e2e/test_algorithms.py, training on the data's answers in tests/e2e/test_supervised_runs.py, a pod with the wall
 # clock in tests/e2e/test_wall_clock.py. The variant with a teacher is killed in tests/e2e/test_pods.py when the
 # comparison with the teacher changes.
@@ -153,7 +153,7 @@ def test_killed_between_call_and_answer_at_every_step(variant, with_tools, tmp_p
     """The process that makes the call dies, and the next start goes on; a split pod starts its rollout host again."""
     drawn, asked, kills = _calls(with_tools), [], []
     for step, calls in enumerate(drawn):
-        asked.append(sum(drawn[:step]) + calls // 2 + len(asked))  # a call that was not answered is made again
+        asked.append(sum(drawn[:step]) + calls // 2 + len(asked))  # an unanswered call is made again, and counts twice
     for lot in [asked] if "split" in variant else [[call] for call in asked]:
         life, moments = killed_in_calls(variant, tmp_path / "run", lot)
         assert life.process.returncode in (-9, 0), life.output()

@@ -187,7 +187,7 @@ def tiny_engine():
 def test_a_decode_step_of_gemma2_2b_reads_little_more_than_it_must(monkeypatch):
     env = dict(os.environ)
     chips.prepare(env)
-    for name, value in env.items():  # the variables that the command sets are restored after the test
+    for name, value in env.items():  # monkeypatch restores the variables that `prepare` sets
         monkeypatch.setenv(name, value)
     figures = bench_decode.run(["--lanes=256", "--prompt_len=512", "--max_new=1536"])
     assert figures["fits"] and figures["peak_bytes"] < 16 * 2**30

@@ -132,7 +132,7 @@ MISTRAL3 = (
     + "{{ ' ' + m.content | trim + eos_token }}" + E + "{% elif m.role == 'tool' %}"
     "{{ '[TOOL_RESULTS] {\"content\": ' }}{{ m.content | tojson }}{{ '}[/TOOL_RESULTS]' }}{% endif %}{% endfor %}"
 )  # fmt: skip
-# Mistral 7: no spaces, a turn for the system message, words before calls.
+# Mistral 7: no spaces around marks, a turn for the system message, words before calls.
 MISTRAL7 = (
     "{{ bos_token }}{% if tools %}{{ '[AVAILABLE_TOOLS]' }}{{ tools | tojson }}{{ '[/AVAILABLE_TOOLS]' }}{% endif %}"
     "{% for m in messages %}{% if m.role == 'user' %}{{ '[INST]' + m.content + '[/INST]' }}{% elif m.role == 'system' %}"

@@ -34,8 +34,8 @@ _STALE = ("--config.grpo.max_staleness=3", "--config.rollout.window_tokens=8")
 
 
 def test_a_host_lost_for_good_two_that_join_and_one_that_is_stopped_leave_no_trace(tmp_path, monkeypatch):
-    """One of the two rollout hosts that the job started is killed. Two hosts join, and the other first host gets
-    SIGTERM and leaves."""
+    """The job starts two rollout hosts. One is killed, two others join, and then the second one gets SIGTERM and
+    leaves."""
     rewards = tmp_path / "rewards.py"
     rewards.write_text(_REWARDS)
     flags = (*_JOB, *_STALE, f"--config.reward.fns=('{rewards}:held',)")

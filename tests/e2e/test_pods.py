@@ -148,7 +148,8 @@ def test_merged_adapters_reach_the_rollouts_of_a_pod(tmp_path, topology):
     finished = run(tmp_path / "run", *pod, *lora)
     records = [record for record in comparable(finished.workdir) if "sampler/abs_diff" in record]
     assert len(records) == 6
-    # From the second step on the adapters have an effect: the trainer's policy must equal the one that sampled.
+    # From the second step on the adapters change the output, so the trainer's policy must equal the policy that
+    # sampled.
     assert all(record["sampler/abs_diff"] < 1e-5 for record in records), records
 
 
@@ -241,7 +242,7 @@ def stopping(tmp_path_factory) -> Callable[[str], pathlib.Path]:
 @pytest.mark.nightly("podrl/learner/evaluations", "podrl/learner/evaluate.py")
 @pytest.mark.parametrize("topology", ["shared", "split"])
 def test_the_evaluations_of_a_pod_are_those_of_one_process(stopping, evaluated, topology):
-    """The pod was killed and started again; eval.sets have different sizes."""
+    """The pod was killed after step 3 and resumed; the sets of eval.sets have different sizes."""
     ours, theirs = on_any_mesh(stopping(topology)), on_any_mesh(evaluated)
     for mine, other in zip(ours, theirs, strict=True):
         assert mine == pytest.approx(other, rel=1e-3, abs=1e-5), mine["step"]

@@ -1,4 +1,4 @@
-"""The decoder against committed logits of transformers, and its properties."""
+"""Compares the decoder with logits of transformers, which are committed as fixtures, and checks its properties."""
 
 import dataclasses
 import functools

@@ -126,7 +126,7 @@ def test_empty_tree():
 
 
 def test_checksum_by_hand_and_by_layout():
-    """Works out two values, with the hashes of their positions, in Python integers."""
+    """Computes the checksum of two values in Python integers: the sum of each value times the hash of its position."""
 
     def weight(position):
         x = (position + 0x9E3779B9) % 2**32
