@@ -18,7 +18,7 @@ _NAMED = re.compile(r"configs/|podrl/view/static/|tests/.*[.](?!py$)\w+$")
 _BEYOND = re.compile(
     r"subprocess|Popen|sys\.executable|multiprocessing|inspect|glob\(|benchmarks|docs|\.md\b|ROOT|parents\[(?!1\])"
 )
-# In strings: names of modules that are imported late or started as processes.
+# Names of modules in strings: these modules are imported late or started as processes.
 _MODULE = re.compile(r"(podrl(?:\.\w+)+)(?::\w+)?")
 
 

@@ -244,7 +244,8 @@ def disturbed(
 def killed_after_steps(
     variant: str, folder: pathlib.Path, whole: Whole, rng: random.Random, steps: Sequence[int] = range(1, STEPS)
 ) -> list[str]:
-    """Kills a random process after each of these steps, asserts that the run ends as `whole` did; returns the kills.
+    """Kills a random process after each step of `steps`, asserts that the run ends as `whole` did; returns the kills in
+    words.
 
     A life goes on if the killed process was a rollout host of a split pod.
     """

@@ -291,7 +291,7 @@ SPREAD = ("expert=4,fsdp=2", "expert=2,fsdp=2,tensor=2", "data=2,expert=2,seq=2"
         ("fsdp=2,seq=2,tensor=2", OSS),
         ("expert=2,fsdp=2,tensor=2", dataclasses.replace(OSS, lora=ADAPTERS)),
         ("expert=2,fsdp=2,tensor=2", config_with(lora=FOUR_BITS)),
-        ("data=1,fsdp=2,tensor=4", config_with(lora=FOUR_BITS, ffn_dim=192)),  # three groups of 64 rows on four devices
+        ("data=1,fsdp=2,tensor=4", config_with(lora=FOUR_BITS, ffn_dim=192)),  # 3 groups of scales, 4 devices
     ],
     ids=lambda part: part if isinstance(part, str) else f"{part.family}{part.lora.base_dtype}",
 )
@@ -516,4 +516,4 @@ def test_gradients_of_experts_are_scattered_and_not_summed_on_every_device(monke
             for dims in re.findall(r"\w+\[([\d,]+)\]", line.split("all-reduce(")[0])
         ]
         assert max(sizes) < own, line
-    assert len(re.findall(r" reduce-scatter\(", text)) >= 3  # both leaves of experts, and the outputs
+    assert len(re.findall(r" reduce-scatter\(", text)) >= 3  # of both expert matrices, and of outputs

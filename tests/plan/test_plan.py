@@ -416,7 +416,7 @@ def test_what_does_not_fit_ends_with_1_and_a_knob_that_helps():
 @pytest.mark.nightly("podrl/plan", "podrl/models", "podrl/trainer", "podrl/engine/engine.py")
 @pytest.mark.slow
 def _setting(monkeypatch: pytest.MonkeyPatch, topology: str, **changes: dict) -> Setting:
-    """Makes the default job with some changed keys; trainer and rollout have a topology of this name each."""
+    """Returns the default job with some changed keys; trainer and rollout have a machine `topology` each."""
     env = dict(os.environ)
     prepare(env)
     for name, value in env.items():  # monkeypatch restores the variables that `prepare` sets

@@ -39,7 +39,8 @@ def teacher(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.
 def _setting(
     teacher: pathlib.Path | None, topology: str = "v5e:2x2", *, offload: str = "none", **grpo: object
 ) -> Setting:
-    """Makes the default job, which trains all parameters: with the teacher if there is one, else on rewards."""
+    """Returns the default job, in which all parameters are trained, with the teacher if there is one, else on rewards
+    only."""
     chips = parse_topology(topology, key="--trainer")
     config = launch.load_config(launch.find_config("grpo_gemma.py")).to_dict()
     config["grpo"] |= grpo | {"beta": 0.0}

@@ -58,7 +58,8 @@ def test_gradient_equals_the_naive_one(tiny):
 
 
 def test_mini_batch_metrics_of_the_first_update_are_on_policy(tiny):
-    """The same weights score the batch, so the ratio is 1, nothing is clipped, and the KL is 0."""
+    """The old log-probabilities come from the weights that are updated, so the ratio is 1, nothing is clipped, and the
+    KL is 0."""
     case = tiny()
     state, frozen = case.state()
     batch = case.batch()

@@ -173,7 +173,7 @@ def test_versions_are_waited_for_kept_and_gone(asks):
     assert receiver.receive(None).version == 3
     with pytest.raises(VersionGoneError, match="holds versions 2, 3 of 'all', not 1"):
         receiver.receive(1)
-    for version in (1, 3):  # versions from 1 on do: 3 is there
+    for version in (1, 3):  # version 3 ends the wait for 1, too
         receiver.await_version(version)
     for late in (hasty.receive, hasty.await_version):
         with pytest.raises(TransferTimeoutError, match=r"did not offer version 4 of 'all' .* it holds 2, 3"):
@@ -245,7 +245,8 @@ def test_a_version_somebody_is_pulling_stays(asks):
 
 
 def test_a_receiver_that_dies_leaves_nothing_behind(asks, monkeypatch):
-    """A receiver stops after its first bucket: its version is freed at the deadline, and another receiver is served."""
+    """A receiver stops after its first bucket: the version it pulled is freed at the deadline, and another receiver is
+    served."""
     server = PullServer(lease_s=600)
     values, params = trainer(1)
     tree = server.serve("all", params, target_dtype=jnp.bfloat16, bucket_bytes=64)

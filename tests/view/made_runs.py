@@ -1,4 +1,4 @@
-"""Run directories for tests of the page, written by podrl's own writers without training."""
+"""Run directories for tests of podrl.view, written by podrl's own writers without training."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""The page's server: its answers for complete, damaged and growing runs, and the requests it refuses."""
+"""The server of podrl.view: its answers for complete, damaged and growing runs, and the requests that it refuses."""
 
 import importlib.util
 import itertools
