@@ -129,7 +129,7 @@ def test_an_export_of_a_damaged_checkpoint_takes_the_one_before(whole, tmp_path,
 
 
 def test_the_configuration(whole, tmp_path):
-    """Flips bits of config.json: the configuration that is read is still the one that the run was started with."""
+    """Flips bits of config.json: a resumed run still reads the configuration with which the run was started."""
     workdir = tmp_path / "run"
     shutil.copytree(whole, workdir)
     path, checkpoints = workdir / "config.json", workdir / "checkpoints"

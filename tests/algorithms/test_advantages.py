@@ -66,8 +66,8 @@ def test_rewards_scaled_by_the_batch():
 def test_the_others_by_hand():
     loo = advantages.leave_one_out(REWARD_B, group_B=of(REWARD_B, 4))
     np.testing.assert_allclose(loo, [2 / 3, -2 / 3, 0, 0, 2, -2 / 3, -2 / 3, -2 / 3])
-    # Rewards 3, 0, 0: the others of the first sample are equal; the others of each zero are 3 and 0, with deviation
-    # 3 / sqrt(2).
+    # Rewards 3, 0, 0: the first sample's two neighbours are equal, so nothing is divided; the neighbours of each zero
+    # are 3 and 0, with deviation 3 / sqrt(2).
     scaled = advantages.leave_one_out(np.array([3.0, 0, 0]), group_B=np.zeros(3, int), scale="std", eps=0.0)
     np.testing.assert_allclose(scaled, [3, -1.5 / (3 / 2**0.5), -1.5 / (3 / 2**0.5)])
     pair = advantages.leave_one_out(np.array([3.0, 1.0]), group_B=np.zeros(2, int), scale="std")

@@ -1,4 +1,4 @@
-"""The hosts of a rollout replica: how they find each other, and which messages the head sends to the others."""
+"""The hosts of a rollout replica: how they find each other, and which messages the head sends to the other hosts."""
 
 import contextlib
 import dataclasses

@@ -110,7 +110,8 @@ def test_looking_at_newer_or_older_results_changes_no_draw(tokenizer, files):
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 def test_batches_of_a_large_pool_are_those_of_all_its_records_in_order(tokenizer, tmp_path, share):
-    """A draw sorts only the few oldest records of a pool, and the others only if those few are not enough."""
+    """A draw sorts only the few oldest records of a pool, and the other records only if the few oldest do not
+    suffice."""
     rows = [{"question": f"{'long ' * 20 if i % 3 else ''}{i}?", "answer": "1", "id": i} for i in range(300)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     made = stream(tokenizer, tmp_path, rows=4, lag=2, limit=40, hard_share=share)

@@ -58,7 +58,7 @@ PODS = {
     ),
     "split, 4 hosts": ("--local_processes=4", "--topology=split"),
 }
-# Pods that train in every CI run; the others train only when the code that places their arrays has changed.
+# Pods that train in every CI run; the other pods of PODS train only if the code at the paths of MESHES has changed.
 EVERY_TIME = ("shared, 2 hosts", "split, 4 hosts")
 MESHES = pytest.mark.nightly("podrl/mesh", "podrl/transfer", "podrl/runtime/roles.py")
 SPLIT = PODS["split, 4 hosts"]

@@ -31,8 +31,8 @@ class World:
         return
 
     def dispatches(self, count, paused):
-        """Runs dispatches in each of which `paused` samples pause; returns the numbers of those that were read before
-        the next launch."""
+        """Runs `count` dispatches, in each of which `paused` samples pause; returns the numbers of the dispatches that
+        were read before the next launch."""
         first = []
         for number in range(count):
             if self.pace.read_first():

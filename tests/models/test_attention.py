@@ -21,7 +21,7 @@ def _inputs(B=2, T=37, N=4, K=2, H=8, seed=0):
     q_BTNH, k_BTKH, v_BTKH = (
         jax.random.normal(key, (B, T, heads, H)) for key, heads in zip(keys[:3], (N, K, K), strict=True)
     )
-    # Two segments and padding in row 0, one segment in the others.
+    # Row 0 has two segments and padding; the other rows have one segment each.
     segment_BT = np.ones((B, T), np.int32)
     segment_BT[0] = np.where(np.arange(T) < T // 3, 1, np.where(np.arange(T) < T - 4, 2, 0))
     return q_BTNH * H**-0.5, k_BTKH, v_BTKH, jnp.asarray(segment_BT)

@@ -160,7 +160,7 @@ CASES = [
     (
         "gemma4_one_layer_reuses_keys",
         "Gemma4TextConfig",
-        # Without per-layer embeddings, transformers 5.23 does not generate from such a model.
+        # Without per-layer embeddings, transformers 5.23 does not generate from a model in which one layer reuses keys.
         GEMMA4 | GEMMA4_SMALL | {"num_kv_shared_layers": 1, "attention_k_eq_v": True, "vocab_size_per_layer_input": 48},
     ),
     # A small epsilon lets the gated norms magnify rounding: transformers itself then differs by 2e-4 from float64.

@@ -22,8 +22,8 @@ from podrl.mesh.build import make_mesh
 from podrl.storage.checkpoint import CheckpointConfig, Checkpoints, read_state
 from podrl.storage.seal import seal, unseal
 
-# When one read of a damaged checkpoint fails, Orbax closes its event loop while tensorstore still completes the others;
-# their callbacks then find the loop closed. The error that matters has been raised by then.
+# When one read of a damaged checkpoint fails, Orbax closes its event loop while tensorstore still completes other
+# reads; the callbacks of these reads then find the loop closed. The error that matters has been raised by then.
 pytestmark = pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning")
 
 

@@ -1,4 +1,5 @@
-"""Versions and checksums of published weights, and the refusal of weights that differ from those sent."""
+"""Versions and checksums of published weights, and the refusal of received weights that differ from the sent
+weights."""
 
 import dataclasses
 
