@@ -35,7 +35,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))  # as a command it finds processes.py here
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))  # the command finds processes.py here
 
 from processes import SMALL, environment, same_end, trained_steps, wall_clock_kept
 

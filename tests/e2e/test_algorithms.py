@@ -28,7 +28,7 @@ VARIANTS = {
         *("--config.grpo.beta=0.1", "--config.grpo.kl_target=0.001", "--config.grpo.kl_horizon=50.0"),
         *("--config.grpo.num_iterations=2", "--config.grpo.max_staleness=1"),
     ),
-    # In windows, several versions of the weights sample one batch, including its greedy completions.
+    # With windows of 8 tokens, several versions of the weights sample one batch, including its greedy completions.
     "remax": (
         *("--config.algorithm=remax", "--config.grpo.kl_in_reward=0.02"),
         *("--config.grpo.max_staleness=2", "--config.rollout.window_tokens=8"),
