@@ -15,7 +15,8 @@ from podrl.runtime.local_pod import free_ports
 
 
 def _with_generation(download):
-    """Adds the object's generation to downloads, as Google does; tensorstore needs it to overwrite an object."""
+    """Adds the headers with an object's generation to its downloads, as Google Cloud Storage does; without them
+    tensorstore cannot overwrite an object."""
 
     def answer(request, response, storage, *args, **kwargs):
         with contextlib.suppress(NotFound):
@@ -28,8 +29,7 @@ def _with_generation(download):
 
 
 def _with_precondition(insert):
-    """Refuses a write if the request names another version than the object has, as Google does; handles one request at
-    a time."""
+    """Answers 412 to a write whose ifGenerationMatch is not the object's generation, as Google Cloud Storage does."""
 
     def answer(request, response, storage, *args, **kwargs):
         wanted = request.query.get("ifGenerationMatch")
@@ -49,7 +49,8 @@ def _with_precondition(insert):
 
 
 def _with_refusals(insert):
-    """Answers 503 for objects below `Bucket.refused`, as an overloaded service does; every client tries again."""
+    """Answers 503 to writes of objects below `Bucket.refused`, as an overloaded service does; the clients then try
+    again."""
 
     def answer(request, response, storage, *args, **kwargs):
         meta = (request.data or {}).get("meta", {}) if isinstance(request.data, dict) else {}
@@ -80,7 +81,7 @@ class Bucket:
     refusals = 0
 
     def __init__(self):
-        # The server reads its handlers when it is imported, so ours must be set before this import.
+        # The server reads its handlers when it is imported, so the handlers above must be set before this import.
         from gcp_storage_emulator.server import create_server
 
         (port,) = free_ports(1)
@@ -95,7 +96,7 @@ class Bucket:
         self._server.stop()
 
     def environment(self) -> dict[str, str]:
-        """Returns the variables that make gcsfs, Google's client and tensorstore use this server."""
+        """Returns the environment variables that make gcsfs, Google's client and tensorstore use this server."""
         return {
             "STORAGE_EMULATOR_HOST": self._url,
             "TENSORSTORE_GCS_HTTP_URL": self._url,
@@ -120,7 +121,7 @@ class Bucket:
             return b""
 
     def put(self, name: str, content: bytes) -> str:
-        """Makes an object; returns its URL."""
+        """Writes an object; returns its gs:// URL."""
         query = urllib.parse.urlencode({"uploadType": "media", "name": name})
         url = f"{self._url}/upload/storage/v1/b/{self.NAME}/o?{query}"
         urllib.request.urlopen(urllib.request.Request(url, content, method="POST"), timeout=30).close()

@@ -1,4 +1,4 @@
-"""Bounds the time that a run of CI spends on tests that `.ci/nightly` runs, too."""
+"""Bounds the time that `.ci/run` spends on tests with the mark `nightly`; `.ci/nightly` runs these tests, too."""
 
 import os
 import time
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-ENDS = "PODRL_CI_ENDS"  # environment variable that .ci/run sets: the end of its time, seconds since 1970
+ENDS = "PODRL_CI_ENDS"  # environment variable that .ci/run sets: when its time is over, in seconds since 1970
 
 
 def leave_to_nightly(item: Any) -> None:

@@ -1,4 +1,4 @@
-"""Saves a state on 4 processes, restores it on 4 and on 2, and prints seconds and bytes: python FILE [LEAVES].
+"""Measures a checkpoint that 4 processes save and that 4 and then 2 processes restore: python FILE [LEAVES].
 
 A leaf has 128 MiB: 4,096 rows of 32 KiB. The figures in docs/reliability.md are for 16 leaves, the default.
 """
@@ -23,7 +23,7 @@ def _resident() -> float:
 
 
 class _Peak:
-    """Measures the largest memory of this process, 50 times a second."""
+    """Measures the peak memory of this process by 50 samples a second."""
 
     def __init__(self) -> None:
         self.bytes, self._ended = _resident(), threading.Event()
@@ -58,7 +58,7 @@ def _host(rank: int, hosts: int, port: int, directory: str, mesh: str, what: str
     checkpoints, found = Checkpoints(directory), {"what": what, "rank": rank}
     if what == "save":
         state = jax.block_until_ready({f"w{i}": make(i) for i in range(leaves)})
-        tree_sums(state)  # compiles the program
+        tree_sums(state)  # compiles the program of the checksums
         found["held"], peak, started = _resident(), _Peak(), time.perf_counter()
         assert checkpoints.save(1, state, {}, {})
         found["blocked_s"] = time.perf_counter() - started
@@ -77,7 +77,7 @@ def _host(rank: int, hosts: int, port: int, directory: str, mesh: str, what: str
 
 
 def measure(leaves: int, rows: int = 4096) -> list[dict[str, Any]]:
-    """Saves and restores; returns the measurements of every process in every part, in seconds and bytes."""
+    """Saves on 4 processes, restores on 4 and on 2; returns a record of seconds and bytes per process of each part."""
     found = []
     with tempfile.TemporaryDirectory() as directory:
         for hosts, mesh, what in ((4, "fsdp=8", "save"), (4, "fsdp=8", "restore"), (2, "fsdp=2,tensor=2", "restore")):

@@ -15,7 +15,7 @@ from exits import exit_only_between_tests
 from quick_runs import NO_EMITTERS, QUICK_RUNS
 from reach import Reach
 
-gc.disable()  # until all modules are imported: imports make millions of objects and little garbage
+gc.disable()  # off until all modules are imported, because imports make millions of objects and little garbage
 # Otherwise each of hundreds of processes would compile podrl's modules anew, which takes a tenth of its start.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
@@ -25,7 +25,7 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="podrl-compiled-")
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-# Before this, one host of a job that ended in the process of the tests ended that process without a word.
+# Jobs may run inside this process. Without this line, a host that calls os._exit would end all tests without a word.
 os._exit = exit_only_between_tests(os._exit)
 hypothesis.settings.register_profile("podrl", deadline=None, print_blob=True)  # no example fails because it is slow
 hypothesis.settings.load_profile("podrl")
@@ -93,8 +93,8 @@ def pytest_configure(config):
 
 
 def pytest_collection_finish(session):
-    """Keeps the modules' objects out of garbage collections and makes these rarer, which saves a twentieth of the
-    time."""
+    """Keeps the modules' objects out of garbage collections and makes collections rarer, which saves a twentieth of the
+    tests' time."""
     gc.freeze()
     gc.set_threshold(10_000, 20, 20)
     gc.enable()
@@ -112,8 +112,8 @@ def _quick(item):
 
 
 def _optimised(yes):
-    """Turns XLA's optimisations on or off; the matmul precision, which changes nothing on CPU devices, keeps programs
-    with and without optimisations apart in jax's caches."""
+    """Turns XLA's optimisations on or off. The matmul precision changes nothing on CPU devices; it keeps programs with
+    and without optimisations apart in jax's caches."""
     import jax
 
     jax.config.update("jax_disable_most_optimizations", not yes)
@@ -121,7 +121,7 @@ def _optimised(yes):
 
 
 def _runs_quickly(item):
-    """True if the processes that a test starts compile without optimisations (processes.py)."""
+    """Returns True if the processes that a test starts must compile without optimisations (tests/processes.py)."""
     return item is not None and item.get_closest_marker("e2e") and not item.get_closest_marker("optimised")
 
 
@@ -154,7 +154,7 @@ def _buckets():
 
 @pytest.fixture
 def bucket(_buckets, monkeypatch):
-    """Starts a bucket of a storage emulator, to which gs:// leads in this process and its children."""
+    """Returns the bucket of a storage emulator; in this process and its children, gs:// URLs lead to this emulator."""
     for name, value in _buckets.environment().items():
         monkeypatch.setenv(name, value)
     return _buckets

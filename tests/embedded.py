@@ -1,4 +1,5 @@
-"""Finds the models that come with podrl without importing the modules that configure a job, so tests depend on less."""
+"""Paths of the models that come with podrl; a test that imports only this file does not depend on the modules of a
+job's configuration."""
 
 import importlib.resources
 import pathlib

@@ -1,4 +1,5 @@
-"""Turns a call of os._exit by a test into an error of that test, where it would end the process of all tests."""
+"""Turns a call of os._exit during a test into a failure of that test; otherwise it would end the process of all
+tests."""
 
 import os
 import threading

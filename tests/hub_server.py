@@ -1,4 +1,4 @@
-"""A server that speaks as much of the Hugging Face hub's API as podrl needs, with interrupted downloads."""
+"""A server with those parts of the Hugging Face hub's API that podrl needs; it can break off a download half-way."""
 
 import base64
 import contextlib
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 
 class Hub:
-    """Repositories of a hub, and the requests that it received.
+    """The repositories of the test's hub, and the requests that the hub received.
 
     Attributes:
       url: address, the value for HF_ENDPOINT.

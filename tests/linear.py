@@ -12,7 +12,7 @@ def check_that_time_is_linear(
     Args:
       parse: function whose time is measured.
       make: function that writes a text of about the given length.
-      sizes: both lengths.
+      sizes: lengths of the two texts.
 
     Raises:
       AssertionError: the long text takes more than 40 times as long as the short one. A quadratic function takes 100

@@ -1,4 +1,5 @@
-"""The names of docs/metrics.md, and of everything in the source that goes into metrics.jsonl."""
+"""Collects the names of metrics: those that docs/metrics.md lists, and those that podrl's source writes to
+metrics.jsonl."""
 
 import ast
 import pathlib
@@ -11,7 +12,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 # Packages whose code makes metrics: in these packages a dictionary key with a slash is the name of a metric.
 MAKERS = ("algorithms", "cluster", "engine", "job", "learner", "rollout", "rundir", "trainer")
 _NAME = re.compile(r"[a-z_*]+/[a-z_0-9*/]+")
-# Intermediate names, which are replaced before a record is written.
+# Names of intermediate values, which podrl combines into other metrics before it writes a record.
 REPLACED = {"rollout/age", "rollout/kept_tokens", "sampler/moment_*", "sampler/moment_weight"}
 # Stages whose seconds never reach a record: stages after the last step, and stages of other hosts.
 UNTIMED = {"closing checkpoints", "closing the run directory", "waiting for trainer 0 to restore"}
@@ -30,7 +31,7 @@ def unlisted(names: Iterable[str]) -> list[str]:
 
 
 def written() -> set[str]:
-    """Collects the names that the source can write; * is a part that is only known in a run."""
+    """Collects the names of metrics that the source can write; * stands for a part that is only known in a run."""
     trees = {path: ast.parse(path.read_text()) for path in sorted((ROOT / "podrl").rglob("*.py"))}
     makers = [tree for path, tree in trees.items() if path.relative_to(ROOT / "podrl").parts[0] in MAKERS]
     stages = {stage for tree in trees.values() for stage in _stages(tree)} - UNTIMED
@@ -46,7 +47,7 @@ def written() -> set[str]:
 
 
 def _expanded(name: str, stages: set[str], prefixes: set[str]) -> Iterator[str]:
-    """Replaces * by the values that the code names."""
+    """Yields the names that `name` stands for: each * is replaced by the values that the code names for it."""
     group, _, rest = name.partition("/")
     if name == "time/*":
         values: Iterable[str] = stages
@@ -65,7 +66,7 @@ def _expanded(name: str, stages: set[str], prefixes: set[str]) -> Iterator[str]:
 
 
 def _keys(tree: ast.AST) -> Iterator[str]:
-    """Yields keys of dictionaries: in displays, assignments, setdefault() and comprehensions."""
+    """Yields the keys of dictionaries in a module: in literals, assignments, setdefault() and comprehensions."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Dict):
             yield from (_text(key) for key in node.keys)
@@ -78,7 +79,7 @@ def _keys(tree: ast.AST) -> Iterator[str]:
 
 
 def _stages(tree: ast.AST) -> Iterator[str]:
-    """Yields the watchdog's stages that have a fixed name."""
+    """Yields the fixed names that a module passes to the watchdog's `stage()`."""
     for node in ast.walk(tree):
         called = node.func if isinstance(node, ast.Call) else None
         if isinstance(node, ast.Call) and isinstance(called, ast.Attribute) and called.attr == "stage":
@@ -88,12 +89,14 @@ def _stages(tree: ast.AST) -> Iterator[str]:
 
 
 def _prefixes(tree: ast.AST) -> Iterator[str]:
-    """Yields the values passed as `prefix`; if calls in a file pass prefixes, its names have only these prefixes."""
+    """Yields the values that a module's calls pass as `prefix`; if there are any, the module's metrics have only these
+    prefixes."""
     yield from (_text(node.value) for node in ast.walk(tree) if isinstance(node, ast.keyword) and node.arg == "prefix")
 
 
 def _defaults(tree: ast.AST) -> Iterator[str]:
-    """Yields the defaults of parameters called `prefix`: groups of names in files whose callers are elsewhere."""
+    """Yields the defaults of a module's parameters called `prefix`, for modules whose functions are called from other
+    modules."""
     for node in ast.walk(tree):
         if isinstance(node, ast.arguments):
             defaults = zip(node.kwonlyargs, node.kw_defaults, strict=True)

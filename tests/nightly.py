@@ -1,4 +1,4 @@
-"""Chooses the tests that a change touches; .ci/nightly runs all tests, and measures which of them are long."""
+"""Chooses the tests that have to run after a change, and lists the long tests that .ci/nightly measures."""
 
 import ast
 import collections
@@ -13,7 +13,7 @@ import pytest
 from reach import Reach
 
 LONG_TESTS = ".ci/long-tests"
-_LONG_S = 4.0  # mean time of a long test's cases in .ci/nightly on two cores, seconds
+_LONG_S = 4.0  # a test is long if its cases take more seconds on average in .ci/nightly
 
 
 def changed_since(commit: str, root: pathlib.Path) -> list[str] | None:
@@ -46,7 +46,7 @@ def _same_code(commit: str, root: pathlib.Path, name: str) -> bool:
 
 
 def _code(source: str) -> str:
-    """Writes a Python source as its syntax tree, without docstrings."""
+    """Returns the syntax tree of a Python source as text, without docstrings."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
         documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
@@ -56,14 +56,14 @@ def _code(source: str) -> str:
 
 
 def touched(item: Any, changed: Sequence[str] | None, reach: Reach | None, root: pathlib.Path) -> bool:
-    """True if a test has to run.
+    """Returns True if a test has to run after a change.
 
     Args:
       item: collected test. A test marked nightly runs if its file or a path in its marks has changed. A long test
         (.ci/long-tests) runs if a change touches its file, the conftest.py files of its folders, or a file that one of
         them imports directly. Any other test runs unless its imports show that it depends on no changed file.
       changed: files that have changed; None if they are not known, so that every test runs.
-      reach: dependencies of test files; None if every test runs.
+      reach: finds the files that a test file depends on; None if every test runs.
       root: directory of the checkout.
 
     Raises:
@@ -110,7 +110,7 @@ class LongTests:
 
 
 def long_of(seconds: Mapping[str, float]) -> list[str]:
-    """Lists the functions whose cases take long, sorted.
+    """Lists the test functions whose cases take longer than `_LONG_S` on average, sorted.
 
     Args:
       seconds: time of each case, setup and teardown included, by its name, as in 'tests/x/test_y.py::test_z[case]'.

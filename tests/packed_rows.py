@@ -6,9 +6,10 @@ from podrl.types import Layout
 
 
 def packed_rows(kind, placement, *, tokens_BT, mask_BT, kl_scale=1.0, **values_BT):
-    """Makes a host batch of the rows of a loss; finds the loss's other per-token inputs by name.
+    """Packs arrays into a batch of `kind`, the row type of a loss, on the host; `values_BT` are the loss's other inputs
+    per token, by name.
 
-    Inputs that are not passed are filled with 1; optional inputs are left out.
+    Required inputs that are not passed are the mask, which is 1 on each sampled token; optional inputs are left out.
     """
     layout = placement.layout(tokens_BT)
     if kind is Layout:

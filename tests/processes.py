@@ -22,7 +22,7 @@ from podrl.rundir.metrics import read_metrics
 from podrl.storage.checkpoint import read_state
 
 DEADLINE_S = 420.0
-# A curriculum that acts within three steps: few records, some of which are solved at once.
+# A curriculum that retires prompts within three steps: there are few records, and some are solved at once.
 CURRICULUM = (
     *("--config.data.size=12", "--config.data.curriculum.metric=approximate_format"),
     *("--config.data.curriculum.pass_at=0.0", "--config.data.curriculum.retire_after=1"),
@@ -42,7 +42,8 @@ SMALL = (
     "--config.rollout.max_prompt_length=64",  # otherwise each process searches for its longest prompt for over a second
     "--config.log.to=()",
 )
-# Number of devices if no mesh is given: each device makes starts and steps slower, and two suffice to shard all arrays.
+# Two devices, for runs that set no mesh: two suffice to shard all arrays, and each further device makes starts and
+# steps slower.
 TWO_DEVICES = "--config.fake_devices=2"
 # Metrics that may differ between two equal runs.
 _CLOCKS = re.compile(r"time/|perf/|pod/|rollout/tokens_per_s|episode/seconds|tools/.*/seconds")
@@ -54,7 +55,8 @@ def environment(**more: str) -> dict[str, str]:
 
 
 class Job:
-    """One `python -m podrl.launch` process; its output goes to files beside the run directory."""
+    """One `python -m podrl.launch` process; its output goes to stdout.txt and stderr.txt, by default beside the run
+    directory."""
 
     def __init__(
         self, workdir: pathlib.Path, *args: str, base: Sequence[str] = SMALL, logs: pathlib.Path | None = None
@@ -65,7 +67,8 @@ class Job:
           workdir: passed as --workdir.
           args: further flags.
           base: flags that come before `args`.
-          logs: directory for its output, also its working directory; by default beside the run directory.
+          logs: directory of the process's output, also its working directory; the default is the run directory's
+            parent.
         """
         self.workdir = workdir
         logs = logs or workdir.parent
@@ -84,7 +87,7 @@ class Job:
         return self._err.read_text()
 
     def wait_for(self, what: str, happened: Callable[[], bool], every_s: float = 0.002) -> None:
-        """Returns as soon as `happened()`; fails when the process ends first or the deadline passes."""
+        """Returns as soon as `happened()` is true; fails if the process ends first or the deadline passes."""
 
         def looked() -> bool:
             found = happened()
@@ -127,7 +130,7 @@ class Job:
         return self
 
     def children(self) -> list[int]:
-        """Lists ids of the processes this one started."""
+        """Lists the ids of the live processes that this job's process started."""
         return [pid for pid in _processes() if _parent(pid) == self.process.pid]
 
 
@@ -152,7 +155,7 @@ def run(workdir: pathlib.Path, *args: str, code: int = 0, **kwargs) -> Job:
 
 
 def await_end(pids: Sequence[int]) -> None:
-    """Returns as soon as none of these processes runs."""
+    """Returns as soon as none of the processes in `pids` runs."""
     until(lambda: not any(map(is_running, pids)), f"the end of {list(pids)}")
 
 
@@ -237,10 +240,10 @@ def listening(pids: Sequence[int]) -> list[tuple[str, int]]:
 
 
 def wall_clock_kept(workdir: pathlib.Path, *flags: str, prompts: int, staleness: int) -> None:
-    """Asserts the promises of a run by the wall clock: each prompt is trained or dropped once, no token is too old,
-    podrl.replay agrees.
+    """Asserts what a run with `rollout.clock='wall'` promises: each prompt is trained or dropped once, no token is too
+    old, and podrl.replay repeats the last step.
 
-    `flags` are the flags of the run's processes; the replay needs them too.
+    `flags` are flags with which the run was started; podrl.replay gets the same flags.
     """
     steps, records = trained_steps(workdir), read_metrics(workdir)
     assert steps == list(range(1, steps[-1] + 1))

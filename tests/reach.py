@@ -1,4 +1,5 @@
-"""Finds the files on which a test file depends, by its imports. If none has changed, the test file passes again."""
+"""Finds the files on which a test file depends, by its imports. If none of them has changed, the test file need not
+run."""
 
 import ast
 import functools
@@ -8,7 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 CODE = ("podrl", "tests")
 _SETS_UP = "tests/conftest.py"
-# Only tests that name these files depend on them; any other file outside CODE may matter to any test.
+# Files that match matter to no test, except to tests whose dependencies are unknown. Any other file outside CODE may
+# matter to any test.
 _APART = re.compile(r"docs/|benchmarks/|[\w/-]+\.md$|\.ci/(nightly-passed|long-tests|run)$")
 # Files of these folders matter only to tests that name the file or its folder, or that reach a file which does so.
 _NAMED = re.compile(r"configs/|podrl/view/static/|tests/.*[.](?!py$)\w+$")
@@ -16,12 +18,12 @@ _NAMED = re.compile(r"configs/|podrl/view/static/|tests/.*[.](?!py$)\w+$")
 _BEYOND = re.compile(
     r"subprocess|Popen|sys\.executable|multiprocessing|inspect|glob\(|benchmarks|docs|\.md\b|ROOT|parents\[(?!1\])"
 )
-# In strings: names of modules that are imported late or started as processes.
+# Names of modules in strings: these modules are imported late or started as processes.
 _MODULE = re.compile(r"(podrl(?:\.\w+)+)(?::\w+)?")
 
 
 class Reach:
-    """The files of one checkout, and the files that each test file depends on."""
+    """Finds the files of one checkout that each test file depends on."""
 
     def __init__(self, root: pathlib.Path) -> None:
         self._root = root
@@ -40,16 +42,17 @@ class Reach:
     def _mentioned(self, path: str, files: Iterable[str]) -> bool:
         """Returns True if one of `files` names the last folder or the file name of `path`.
 
-        Files in podrl/ count only for a path in podrl/.
+        For a path outside podrl/, only the files of tests/ among `files` count.
         """
         *_, folder, name = path.split("/")
         words = re.compile(rf"\b({re.escape(folder)}|{re.escape(name.rpartition('.')[0])})\b")
         tops = "podrl/" if path.startswith("podrl/") else "tests/"
         return any(words.search(self._source(file)) for file in files if file.startswith(("tests/", tops)))
 
-    @functools.cache  # noqa: B019 - as below
+    @functools.cache  # noqa: B019 - a session has one such object
     def of(self, test: str) -> frozenset[str] | None:
-        """Lists the files that a test file depends on, itself included; None if its imports do not tell."""
+        """Lists the files that a test file depends on, itself included; None if it starts processes or reads files, so
+        that its imports do not tell."""
         found = {test, *(f"{folder}/conftest.py" for folder in _around(test))} & self._paths
         waiting = [*(found - {_SETS_UP})]
         while waiting:
@@ -59,8 +62,8 @@ class Reach:
             new = self._imports(path) - found
             found |= new
             waiting += new
-        # Packages import nothing themselves. conftest.py starts processes only for tests that start processes
-        # themselves.
+        # The __init__.py of a package imports nothing. tests/conftest.py is not searched for _BEYOND: it starts
+        # processes only for tests that match _BEYOND themselves.
         packages = {f"{folder}/__init__.py" for path in found for folder in _around(path)} & self._paths
         return frozenset(found | packages | self._imports(_SETS_UP))
 
@@ -74,7 +77,8 @@ class Reach:
 
     @functools.cache  # noqa: B019 - a session has one such object
     def _imports(self, path: str) -> frozenset[str]:
-        """Lists the files that a file imports anywhere, names in a string, or may read beside it."""
+        """Lists the files that a file imports anywhere, that its strings name as modules, or that it may read in its
+        own folder."""
         if self._homes(path):
             return frozenset()  # a package: the module of each name is followed where the name is used
         source = self._source(path)
@@ -84,7 +88,8 @@ class Reach:
         return frozenset(found)
 
     def _files(self, names: Sequence[str], importer: str) -> set[str]:
-        """Finds the file of the innermost module of a dotted name; if the name is a package, all its files."""
+        """Finds the file of the longest part of a dotted name that is a module; if this part is a package, the
+        package's files."""
         folders = ["", f"{importer.rpartition('/')[0]}/", "tests/"] if importer.startswith("tests/") else [""]
         for end in range(len(names), 0, -1):
             for folder in folders:
@@ -92,11 +97,11 @@ class Reach:
                 if path.endswith("/__init__.py") and end < len(names):
                     home = self._homes(path).get(names[end], "")
                     return self._files(home.split("."), importer) if home else {path}
-                if path:  # `podrl` alone adds no other files: the names after it do
+                if path:  # the name `podrl` alone adds only podrl/__init__.py
                     return self._beside(path) if path.endswith("/__init__.py") and names != ["podrl"] else {path}
         return set()
 
-    @functools.cache  # noqa: B019 - as above
+    @functools.cache  # noqa: B019 - a session has one such object
     def _homes(self, path: str) -> dict[str, str]:
         """Reads the modules of a package's public names from the dictionary _HOME in its __init__.py."""
         for node in ast.parse(self._source(path)).body:

@@ -1,13 +1,13 @@
-"""Checks the promises of dynamic sampling in runs by the wall clock."""
+"""Checks what dynamic sampling promises in runs with `rollout.clock='wall'`."""
 
 
 def assert_replaced(found, journal, asked, *, size, group_size, differ):
     """Asserts that each opened prompt was either trained once or dropped once, and that the counts of groups are right.
 
     Args:
-      found: the batches by step.
+      found: the trained batches, by step.
       journal: the journal of the run.
-      asked: the prompts of each batch, prompts in reserve included.
+      asked: the prompts that were read for each batch, by step, prompts in reserve included.
       size: number of prompts of a batch, prompts in reserve not counted.
       group_size: number of samples per prompt.
       differ: function that tells from a group's number of tokens whether its rewards differ.

@@ -10,7 +10,7 @@ from waits import until
 
 @contextlib.contextmanager
 def serving(command: Sequence[str], port: int, env: Mapping[str, str] | None = None) -> Iterator[subprocess.Popen]:
-    """Runs a command, yields its process once this listens on `port`, and kills the process at the end."""
+    """Runs a server's command, yields the process once it accepts connections on `port`, and kills it at the end."""
     process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
 

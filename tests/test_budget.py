@@ -7,7 +7,7 @@ from budget import ENDS, leave_to_nightly
 
 
 class Item:
-    """A collected test, with the mark nightly or without marks."""
+    """Stands in for a test that pytest collected; it has the marks that are named."""
 
     def __init__(self, *marks):
         self._marks = marks

@@ -87,7 +87,8 @@ def test_a_section_of_another_algorithm_leads_to_its_own():
 
 
 def test_the_recipe_of_tunix_is_that_recipe_to_the_number():
-    """Checks the numbers of docs/from-tunix.md: a run is one epoch of GSM8K's 7,473 problems, two problems per step."""
+    """Checks that grpo_gemma.py:gemma2_2b_v5e16 has the numbers of Tunix's recipe in docs/from-tunix.md: one epoch of
+    GSM8K's 7,473 problems, two problems per step."""
     values = complete(load_config(f"{find_config('grpo_gemma.py')}:gemma2_2b_v5e16").to_dict())
     job = parse(ConfigDict(values).to_dict())
     rollout, algo, trainer, lora = job.rollout, job.algo, job.trainer, job.model.lora
@@ -113,7 +114,8 @@ def test_the_recipe_of_tunix_is_that_recipe_to_the_number():
         "</reasoning>. Then write the final answer, a single number, between <answer> and </answer>."
     )
     assert own in " ".join(page.split()), "the page shows the words of podrl's prompt"
-    # The recipe's own words, given as the page says, replace podrl's; the page has only their SHA-256.
+    # A user can set the recipe's system prompt as the page says. The page has only the SHA-256 of that prompt, so this
+    # test sets another text.
     values["data"]["system_prompt"] = "Words of another recipe."
     given = parse(with_prompt_length(ConfigDict(values).to_dict())).data.system_prompt
     assert user_turn("How many?", given) == "Words of another recipe.\n\nHow many?"

@@ -1,4 +1,4 @@
-"""Every config class refuses a wrong key, type or number by name, however the config is made."""
+"""Every config class names the key when it refuses a wrong key, type or number, in Python and on the command line."""
 
 import ast
 import dataclasses
@@ -117,8 +117,8 @@ def test_every_config_is_found():
 @pytest.mark.parametrize("value", [-1, 0, math.inf, math.nan, 10**30, 2.5, "x"], ids=str)
 @pytest.mark.parametrize(("cls", "field"), FIELDS, ids=lambda x: x if isinstance(x, str) else x.__name__)
 def test_every_number_is_taken_within_its_range_or_refused_by_name(cls, field, value):
-    """A number within its range may still contradict another setting: that error comes after the check of ranges, and
-    names keys, too."""
+    """A number within its range may still contradict another setting; the error about the contradiction also names a
+    key."""
     limits, several = numbers(cls)[field], "tuple" in str(cls.__dataclass_fields__[field].type)
     whole = "whole number" if "int" in str(cls.__dataclass_fields__[field].type) else "number"
     required = {f.name: 1 for f in dataclasses.fields(cls) if f.default is f.default_factory is dataclasses.MISSING}
@@ -166,7 +166,7 @@ ELSEWHERE = {
 
 
 def used_attributes(source: str) -> set[str]:
-    """Lists the attributes that a module reads outside checks and descriptions."""
+    """Lists the attributes that a module reads, except in the functions that `CHECKS` matches."""
     found: set[str] = set()
     waiting: list[ast.AST] = [ast.parse(source)]
     while waiting:
@@ -185,7 +185,8 @@ def test_a_field_that_only_checks_read_counts_as_unused():
 
 
 def test_every_field_of_every_config_is_used():
-    """A field with one legal value documents podrl's behaviour and needs no reader."""
+    """Every field is read outside checks, except the fields in `ELSEWHERE`, and fields with one legal value, which only
+    document what podrl does."""
     package = pathlib.Path(podrl.__file__).parent
     used = set().union(*(used_attributes(path.read_text()) for path in package.rglob("*.py")))
     unread = [(cls, field) for cls in configs().values() for field in dataclasses.fields(cls) if field.name not in used]

@@ -46,7 +46,7 @@ def test_a_key_has_type_range_default_and_readers():
     assert known["rollout.temperature"].presets["sft"] == "1.0" and known["seed"].read_by == "all"
     assert known["seed"].kind == "a whole number in [0, 4294967295]"
     assert known["roles.critic.mesh"].default == "'trainer'" and known["roles.critic.mesh"].read_by == "ppo"
-    assert known["data.sources[].path"].default == ""  # this key must be set
+    assert known["data.sources[].path"].default == ""  # '' stands for a key that has no default
 
 
 def test_meanings_are_inherited_and_go_on_over_lines():

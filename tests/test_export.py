@@ -1,4 +1,4 @@
-"""The export command on run directories as the loop leaves them."""
+"""Exports the models of run directories that have the files of a training run."""
 
 import dataclasses
 import json
@@ -29,7 +29,7 @@ TOKENS_BT = np.random.default_rng(0).integers(0, 384, (2, 16)).astype(np.int32)
 
 
 def make_run(workdir, variant: str, steps=(3,)):
-    """Makes a run directory with checkpoints at `steps`, and the model of each."""
+    """Makes a run directory with checkpoints after `steps`; returns the checkpoints' models by step."""
     source = ModelSource(lora=LORAS[variant])
     settings = {"model": source, "trainer": RLTrainingConfig(eval_every_n_steps=0, max_steps=9)}
     workdir.mkdir()
@@ -133,7 +133,7 @@ def test_the_export_lists_every_end_of_a_turn(tmp_path):
         rest = {"bos_token_id": 2, "pad_token_id": 0} if kept is None else {"temperature": 0.6}
         assert written == {"eos_token_id": ends, **rest}
         named = Tokenizer(out).apply_chat_template([], tools=[{"function": {"name": "calc"}}])
-        assert named == "calc"  # written by the template for tools: the export keeps it in its own file
+        assert named == "calc"  # from the template tool_use, which is exported as its own file
 
 
 def test_an_export_knows_how_its_run_put_questions(tmp_path):

@@ -96,7 +96,7 @@ def test_no_default_puts_words_before_a_question(tmp_path):
     assert decided(("a.py:f",), path=path)["system_prompt"] == ""
     assert decided(("a.py:f", "answer@x"), path=path)["system_prompt"] == SYSTEM_PROMPT
     assert decided(("answer",), path=path, system_prompt="")["system_prompt"] == ""
-    assert decided(("answer",), path="problems")["system_prompt"] == "auto"  # system_prompt() turns 'auto' into ''
+    assert decided(("answer",), path="problems")["system_prompt"] == "auto"  # later, system_prompt() makes '' of it
     sources = (SourceConfig(path, name="a", reward=("a.py:f",)), SourceConfig(path, name="b"))
     assert [one.system_prompt for one in decided(("answer",), sources=sources)["sources"]] == ["", SYSTEM_PROMPT]
 
@@ -147,7 +147,7 @@ def test_a_dry_run_refuses_a_workdir_that_cannot_be_made(tmp_path, place):
 
 
 def test_a_directory_that_cannot_be_written_is_no_workdir(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "access", lambda place, mode: pathlib.Path(place) != tmp_path)  # tests may run as root
+    monkeypatch.setattr(os, "access", lambda place, mode: pathlib.Path(place) != tmp_path)  # root may write
     with pytest.raises(ValueError, match=f"cannot be a run directory \\({tmp_path} cannot be written\\)"):
         check_workdir(tmp_path / "a" / "b")
     check_workdir("gs://bucket/run")
@@ -174,7 +174,8 @@ def test_the_pod_recipe_can_be_read_on_a_laptop(tmp_path):
 
 
 def test_an_override_with_none_empties_a_number(tmp_path):
-    # The recipe sets the number of prompts per micro-batch. A number of sequences is accepted only in its place.
+    # This configuration sets train_micro_batch_size (prompts). micro_batch_sequences is accepted only if that key is
+    # None.
     emptied = ["--config.trainer.train_micro_batch_size=None", "--config.trainer.micro_batch_sequences=8"]
     last = ["--config.rollout.top_p=None", "--config.rollout.top_p=0.5"]  # the last value counts
     done = _launch(tmp_path, "--config=grpo_gemma.py:gemma2_2b_v5e16", *emptied, *last, "--dry_run", "--all_settings")

@@ -1,4 +1,5 @@
-"""The choice of tests after a change: tests that the change touches through imports or `nightly` marks."""
+"""Chooses the tests that have to run after a change: tests that depend on a changed file by imports or `nightly`
+marks."""
 
 import pathlib
 import re
@@ -14,7 +15,7 @@ REACH = Reach(ROOT)
 
 
 class Item:
-    """A collected test of tests/x/test_y.py whose `nightly` marks name these paths."""
+    """Stands in for a collected test; each of `marks` is the tuple of paths of one `nightly` mark."""
 
     nodeid = "tests/x/test_y.py::test_z[case]"
 
@@ -135,7 +136,7 @@ FILES = {
     "tests/y/test_data.py": 'HERE = "data"',
     "tests/y/test_none.py": "import json",
 }
-ALL = {"late", "helped", "package", "config", "data", "none"}  # tests whose imports tell what they depend on
+ALL = {"late", "helped", "package", "config", "data", "none"}  # test files whose dependencies are known
 ALWAYS = {"tests/conftest.py", "tests/setup_of_all.py"}
 
 
@@ -177,9 +178,9 @@ def test_what_a_test_file_depends_on(test, files, checkout):
         (["podrl/plain.py"], {"config", "data", "none"}),
         (["podrl/start.py"], ALL - {"late"}),
         (["tests/y/acts.py", "tests/x/test_late.py"], ALL - {"late", "helped"}),
-        (["configs/first.py"], ALL - {"config"}),  # podrl/plain.py names it, too, but a test says which config is read
+        (["configs/first.py"], ALL - {"config"}),  # the word 'first' counts in files of tests/, not in podrl/plain.py
         (["tests/y/data/some.json"], ALL - {"data"}),
-        (["podrl/view/static/page.js"], ALL - {"late", "helped", "package"}),  # these reach podrl/plain.py
+        (["podrl/view/static/page.js"], ALL - {"late", "helped", "package"}),  # podrl/plain.py has the word 'static'
         (["configs/first.py", "podrl/start.py"], ALL - {"config", "late"}),
         (["tests/setup_of_all.py"], set()),
         (["podrl/data.json"], set()),
@@ -200,11 +201,11 @@ def test_a_test_runs_unless_all_it_depends_on_is_as_it_was(changed, left_out, ch
     [
         ("y/test_helped.py", "tests/y/test_helped.py", True),
         ("y/test_helped.py", "tests/helper.py", True),
-        ("y/test_helped.py", "podrl/plain.py", False),  # imported by the helper
-        ("x/test_late.py", "podrl/start.py", True),  # imported by the folder's fixtures
+        ("y/test_helped.py", "podrl/plain.py", False),  # the helper imports it; an indirect import does not count
+        ("x/test_late.py", "podrl/start.py", True),  # imported by tests/x/conftest.py, whose direct imports count
         ("x/test_late.py", "tests/x/conftest.py", True),
         ("x/test_late.py", "pyproject.toml", False),
-        ("x/test_process.py", "pyproject.toml", True),  # its imports do not tell what it depends on
+        ("x/test_process.py", "pyproject.toml", True),  # it starts processes, so its dependencies are unknown
     ],
 )
 def test_a_long_test_runs_if_a_file_changed_that_it_imports_directly(test, changed, runs, checkout):
@@ -222,7 +223,7 @@ def test_long_tests_are_those_whose_cases_take_long_on_average():
 
 
 def test_every_long_test_exists():
-    """Some files take tests over from others, so a function may be defined in any file."""
+    """Some test files import test functions from other files, so a function may be defined in any test file."""
     sources = {path.relative_to(ROOT).as_posix(): path.read_text() for path in (ROOT / "tests").rglob("test_*.py")}
     defined = set(re.findall(r"^ *def (test_\w+)\(", "\n".join(sources.values()), re.M))
     for name in (ROOT / LONG_TESTS).read_text().split():
@@ -231,7 +232,8 @@ def test_every_long_test_exists():
 
 
 def test_what_is_imported_is_found():
-    """A whole job imports most of podrl: each imported module must be among the files that `reach` finds."""
+    """podrl.job.job imports most of podrl; every module that is then loaded must be among the files that `REACH`
+    finds."""
     program = "import podrl.job.job, sys\nprint(*(m.__file__ for n, m in sys.modules.items() if n.startswith('podrl')))"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     imported = {pathlib.Path(name).relative_to(ROOT).as_posix() for name in done.stdout.split()}

@@ -1,4 +1,4 @@
-"""The names and defaults of the Python API; field names follow Tunix where podrl has the concept."""
+"""The names and defaults of the Python API; a field has Tunix's name if Tunix has the same setting."""
 
 import ast
 import dataclasses
@@ -58,7 +58,8 @@ def test_importing_podrl_imports_no_jax():
 
 
 def test_files_that_say_that_they_need_only_the_standard_library_do():
-    """These files run on hosts, in sandboxes and in users' environments without podrl's dependencies."""
+    """Files whose docstring names the standard library run where podrl's dependencies are missing: on hosts, in
+    sandboxes, in users' environments."""
     texts = {path: ast.get_docstring(ast.parse(path.read_text())) for path in (ROOT / "podrl").rglob("*.py")}
     names = [path for path, text in texts.items() if "standard library" in " ".join((text or "").split())]
     modules = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in names]
@@ -91,7 +92,7 @@ def test_fields_have_tunix_defaults_or_are_refused_with_advice(name):
 
 
 def test_weights_of_a_learners_own_functions():
-    assert podrl.RewardConfig(weights=(1.0, 0.5)).weights == (1.0, 0.5)  # a learner takes reward_fns instead
+    assert podrl.RewardConfig(weights=(1.0, 0.5)).weights == (1.0, 0.5)  # weights of a learner's reward_fns
     with pytest.raises(ValueError, match="2 values for 4 functions"):
         podrl.RewardConfig(weights=(1.0, 0.5)).require(environment=False)
     with pytest.raises(ValueError, match="2 values for 1 function "):
@@ -154,7 +155,7 @@ def test_a_mesh_with_the_axes_of_a_tunix_script_is_taken_and_another_is_one_sent
 @pytest.mark.parametrize(("name", "cls"), [("grpo", podrl.GRPOConfig), ("ppo", podrl.PPOConfig)])
 def test_an_algorithm_has_the_same_defaults_from_python_and_from_the_command(name, cls):
     mine, commanded = cls(), cls(**unset(name)[name])
-    names = {"policy_loss_fn", "kl_method"}  # values whose text has several spellings
+    names = {"policy_loss_fn", "kl_method"}  # left out: one value of these fields has several spellings
     fields = {field.name for field in dataclasses.fields(cls)} - names
     assert {f: getattr(mine, f) for f in fields} == {f: getattr(commanded, f) for f in fields}
     assert mine.policy_loss(64).formula() == commanded.policy_loss(64).formula()
@@ -174,7 +175,7 @@ def test_roles_are_those_of_the_field_and_a_teacher():
 
 
 def trl_settings():
-    """Lists the settings of TRL in the table of docs/from-trl.md for which podrl has no setting of the same name."""
+    """Lists TRL's settings in the table of docs/from-trl.md, except settings that have the same name in podrl."""
     page = (pathlib.Path(__file__).parents[1] / "docs" / "from-trl.md").read_text()
     rows = [line.split(" | ")[0] for line in page.split("## What is called what")[1].split("\n## ")[0].splitlines()]
     names = {name for row in rows[4:] if "(reward_funcs" not in row for name in re.findall(r"`(\w+?)_?[*=`\"]", row)}
@@ -190,7 +191,8 @@ def test_a_setting_of_trl_is_answered_with_the_setting_of_podrl(name):
         podrl.GRPOConfig(**{name: "asked for"})
 
 
-# Public methods and properties of Tunix's classes (rl_cluster.py, rl_learner.py), and methods of transformers and TRL.
+# By class of podrl: public methods and properties of Tunix's class (rl_cluster.py, rl_learner.py), and methods of
+# transformers and TRL that users may try.
 SURFACE = {
     podrl.RLCluster: (
         "actor_trainer buffer_metrics buffer_metrics_async close cluster_config critic_trainer generate "

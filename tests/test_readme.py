@@ -1,4 +1,4 @@
-"""The pages are true: docs/files.md matches the checkout, links resolve, the script runs.
+"""The documentation matches the checkout: docs/files.md is up to date, links resolve, the README's script runs.
 
 `python tests/test_readme.py` writes docs/files.md.
 """

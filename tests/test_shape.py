@@ -1,4 +1,5 @@
-"""The shape of the package: import cycles, deadlines by the time of day, names of tests, indented docstrings."""
+"""Rules for all files: no import cycles, no deadline by time.time(), distinct names of test files, indented
+docstrings."""
 
 import ast
 import pathlib
@@ -44,12 +45,12 @@ def test_no_modules_import_each_other():
     assert circles({module: graph.find_modules_directly_imported_by(module) for module in graph.modules}) == []
 
 
-# Files that write the time of day for people, or compare it with files' times, which come from the same clock.
+# Files that may call time.time(): they write the time of day for people, or compare it with files' times.
 _OF_DAY = {"sinks.py", "spans.py", "gauges.py", "recorder.py", "cache.py", "runs.py", "serving.py", "front_http.py"}
 
 
 def test_no_deadline_reads_the_clock_of_the_day():
-    """The clock of the day may be set forwards or backwards at any moment; time.monotonic() never jumps."""
+    """Deadlines use time.monotonic(): time.time() jumps if somebody sets the machine's clock."""
     read, clocks = set(), ("time.time", "datetime.now", "datetime.datetime.now", "datetime.utcnow")
     for path in ROOT.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):

@@ -1,4 +1,5 @@
-"""The documentation site has its pages, search and keys; `.ci/run` builds it with warnings as errors."""
+"""The documentation site lists every public name, the keys that its first page names exist, and guides are short;
+`.ci/run` builds the site."""
 
 import pathlib
 import re

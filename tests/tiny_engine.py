@@ -1,4 +1,5 @@
-"""One tiny model and a few engines, shared by tests of engine and rollout, which spend most of their time compiling."""
+"""A tiny model and settings of its engine, shared by the tests of podrl/engine and podrl/rollout, which then compile
+less."""
 
 import dataclasses
 import functools
@@ -22,7 +23,8 @@ MODEL = dataclasses.replace(
     ),
     lora=LoraConfig(rank=2, alpha=4.0, pattern="q|v|down"),
 )
-# The pool is so small that four lanes with long samples must spill. Prompts need two chunks, and groups two reads.
+# The pool is so small that four lanes with long samples must spill. A prompt is prefilled in two chunks, and the lanes
+# of a group need two read lists.
 TIGHT = RolloutConfig(
     max_tokens_to_generate=12,
     temperature=1.0,
@@ -58,7 +60,7 @@ class Tiny:
         return self._init(jax.random.key(seed))
 
     def _random(self, key):
-        """Makes initial weights with adapters that have an effect."""
+        """Makes initial weights whose LoRA adapters change the output: their B matrices are not 0."""
 
         def grow(path, x):
             return x + 0.3 * jax.random.normal(key, x.shape, x.dtype) if "lora_b" in str(path[-1]) else x
@@ -66,7 +68,7 @@ class Tiny:
         return jax.tree_util.tree_map_with_path(grow, parameters.init_params(self.model, key, self.dtype))
 
     def worker(self, config: RolloutConfig, *, warm: bool = True, **kwargs) -> RolloutWorker:
-        """Makes a worker; with `warm=False` only the programs that a test runs are compiled."""
+        """Makes a RolloutWorker; `warm=False` skips the warm-up, so only the programs that a test runs are compiled."""
         worker = RolloutWorker(
             self.model, self.mesh, config, **{"pad_id": 0, "eos_ids": EOS, "decode": letters, "seed": 3, **kwargs}
         )
@@ -127,9 +129,11 @@ def make_prompts(lengths, seed: int = 0, index=None) -> Prompts:
 
 
 def check_samples(tiny, rollouts, sampling: Sampling, *, eos=EOS, atol: float = 1e-4) -> None:
-    """Compares every sampled token with the full forward pass, and checks that the record's fields agree.
+    """Compares every sampled token with the full forward pass, and checks that the arrays of `rollouts` agree with each
+    other.
 
-    A log-probability may differ by `atol`; if this is exceeded, by `atol` plus four times `tiny.rounding()`.
+    A log-probability may differ by `atol`; where it differs more, the bound is `atol` plus four times
+    `tiny.rounding()`.
     """
     reference_BTV = tiny.logprobs(rollouts.tokens_BT, rollouts.length_B)
     B, T = rollouts.tokens_BT.shape

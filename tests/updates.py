@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-# Tolerance for the entries of a gradient of norm 5. In float32 its rounding errors add up to about 1e-6.
+# Tolerance for the entries of a gradient of norm 5. In float32 their rounding errors add up to about 1e-6.
 # trainer/test_float64.py runs tests in float64, where the tolerance is 1e-12.
 SAME = 2e-6 if np.dtype(np.float32).itemsize == 4 else 1e-12
 

@@ -11,12 +11,12 @@ def until(happened: Callable[[], object], what: str = "", *, every_s: float = 0.
     """Returns as soon as `happened()` is true.
 
     Args:
-      happened: function that returns whether the event has come; may raise AssertionError to end the wait at once.
+      happened: function that returns True once the event has happened; it may raise AssertionError to end the wait.
       what: name of the event in the failure message; by default the caller's source line.
       every_s: seconds between two looks.
 
     Raises:
-      AssertionError: the event has not come within PATIENCE_S.
+      AssertionError: the event has not happened within PATIENCE_S.
     """
     end = time.monotonic() + PATIENCE_S
     while not happened():

@@ -14,7 +14,7 @@ _GENERATE = (f"--model={TINY}", "--prompts=p.jsonl", "--out=o.jsonl")
 
 
 def generate(args, words, prompts: str | bytes = PROMPT, **files) -> Bad:
-    """Runs podrl.generate on one prompt, with the usual arguments followed by `args`."""
+    """Returns a command of podrl.generate for one prompt, with the usual arguments followed by `args`."""
     args = [args] if isinstance(args, str) else args
     named = {name.replace("__", "."): content for name, content in files.items()}
     return Bad([*_GENERATE, *args], words, "generate", {"p.jsonl": prompts} | named)

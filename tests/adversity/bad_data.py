@@ -11,12 +11,12 @@ GOOD = '{"question": "Tom has 1 apple and buys 2. How many?", "answer": "3"}\n'
 
 
 def data(name: str, content, words, *args: str) -> Bad:
-    """Runs the small job on one file."""
+    """Returns a command that trains the small job on one data file."""
     return Bad([*BASE, f"--config.data.path={name}", *args], words, files={name: content})
 
 
 def sft(content, words, *args: str, name: str = "data.jsonl", algorithm: str = "sft") -> Bad:
-    """Runs a supervised job on one file."""
+    """Returns a command that trains a supervised job on one data file."""
     config = ["--config=sft_tiny.py", "--workdir=run", f"--config.algorithm={algorithm}", f"--config.data.path={name}"]
     return Bad([*config, "--config.model.path=tiny", "--config.eval.problems=0", *args], words, files={name: content})
 

@@ -10,7 +10,7 @@ SMALL = (
     "--workdir=run",
     "--config.trainer.max_steps=2",
     "--config.eval.problems=0",
-    "--config.data.size=64",  # every start looks for the longest prompt of this data
+    "--config.data.size=64",  # few, because every start looks for the longest prompt
     "--config.rollout.prompts_per_step=2",
     "--config.grpo.num_generations=2",
     "--config.rollout.lanes=4",
@@ -22,14 +22,15 @@ BASE = ("--config=grpo_gemma.py", *SMALL)
 
 
 def launch(args, words, **files) -> Bad:
-    """Runs the small job with further arguments; the keys of `files` are file names, with '__' for a dot."""
+    """Returns a command that runs the small job with further arguments; the keys of `files` are file names, with '__'
+    for a dot."""
     args = [args] if isinstance(args, str) else args
     named = {name.replace("__", "."): content for name, content in files.items()}
     return Bad([*BASE, *args], [words] if isinstance(words, str) else words, files=named)
 
 
 def config_file(text: str, words, *args: str, name: str = "mine.py") -> Bad:
-    """Writes the small job as a configuration file."""
+    """Returns a command whose configuration file has the text `text`."""
     words = [words] if isinstance(words, str) else words
     return Bad([f"--config={name}", "--workdir=run", *args], words, files={name: text})
 
@@ -56,7 +57,7 @@ def _fifo(path: pathlib.Path) -> None:
 
 
 _MINIMAL = _returning("{}")
-_PAST = {"run/metrics.jsonl": '{"step": 0, "time/step": 1.0}\n'}  # a run that has finished a step
+_PAST = {"run/metrics.jsonl": '{"step": 0, "time/step": 1.0}\n'}  # the metrics of a run that has finished a step
 
 CONFIG_FILES = {
     "no config": Bad(["--workdir=run"], ["--config", "grpo_gemma.py"]),

@@ -16,7 +16,7 @@ from podrl.job.config import TINY
 
 
 def model(damage: Callable[[pathlib.Path], None], words, *args: str) -> Bad:
-    """Runs the small job on a damaged copy of the model that comes with podrl."""
+    """Returns a command that runs the small job on a damaged copy of the model that comes with podrl."""
 
     def copy(path: pathlib.Path) -> None:
         shutil.copytree(TINY, path)
@@ -37,7 +37,7 @@ def _written(name: str, content: str | bytes):
 
 
 def _changed(name: str, **fields):
-    """Changes fields of a JSON file; the value None removes a field."""
+    """Returns a function that changes fields of a model's JSON file; the value None removes a field."""
 
     def change(model: pathlib.Path) -> None:
         content = json.loads((model / name).read_text()) | fields
@@ -47,7 +47,7 @@ def _changed(name: str, **fields):
 
 
 def config(words, **fields) -> Bad:
-    """Changes fields of config.json."""
+    """Returns a command that runs the small job on a model with changed fields in its config.json."""
     return model(_changed("config.json", **fields), words)
 
 
@@ -60,7 +60,8 @@ def _cut(count: int):
 
 
 def _tensors(**changed):
-    """Changes tensors by name, with '__' for a dot; the value None removes a tensor."""
+    """Returns a function that changes tensors of a model by name, with '__' for a dot; the value None removes a
+    tensor."""
 
     def change(model: pathlib.Path) -> None:
         tensors = dict(load_file(model / "model.safetensors"))
@@ -208,7 +209,7 @@ TOKENIZERS = {
 
 
 def reward(words, source: str = "", *args: str) -> Bad:
-    """Runs the small job with a reward from its own file."""
+    """Returns a command that runs the small job with a reward function from a file with the text `source`."""
     fns = ["--config.reward.fns=('mine.py:score',)"] if source else []
     return Bad([*BASE, *fns, *args], words, files={"mine.py": source} if source else {})
 
@@ -254,7 +255,7 @@ REWARDS = {
 
 
 def environment(words, source: str, *args: str) -> Bad:
-    """Runs the small job with an environment or tools from its own file."""
+    """Returns a command that runs the small job with an environment or tools from a file with the text `source`."""
     room = "--config.rollout.max_response_tokens=80"
     return Bad([*BASE, room, *args], words, files={"mine.py": source})
 

@@ -1,4 +1,4 @@
-"""Runs podrl's commands for tests, from arguments and files; returns exit code, output and the files left behind."""
+"""Runs podrl's commands for tests, with given arguments and files; returns the exit code, stdout and stderr."""
 
 import dataclasses
 import json
@@ -44,7 +44,7 @@ class Bad:
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def prepare(self, directory: pathlib.Path) -> None:
-        """Writes the files."""
+        """Writes `files` below a directory."""
         for name, content in self.files.items():
             path = directory / name
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -65,7 +65,7 @@ class Commands:
         assert self._server.stdout.readline() == "ready\n", "the server did not start; see its messages above"
 
     def run(self, bad: Bad, directory: pathlib.Path, *, deadline_s: float = DEADLINE_S) -> Done:
-        """Runs a command in a directory."""
+        """Runs a command in `directory`, in a fork of this server's process."""
         assert self._server.stdin is not None and self._server.stdout is not None
         request = {
             "module": f"podrl.{bad.command}",

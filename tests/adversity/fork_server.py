@@ -1,4 +1,4 @@
-"""Runs podrl's commands in forks of one process that has imported their modules but started no backend.
+"""Runs podrl's commands in forks of one process that has imported their modules but started no backend of jax.
 
     python fork_server.py        # one request per line on stdin, one answer per line on stdout, both JSON
 

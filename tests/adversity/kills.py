@@ -8,7 +8,8 @@ A life of a run ends by SIGKILL, either just before a chosen change to its files
 and remove in the run directory counts) or at a random time after its first change. In a pod a random process or the
 launcher dies. A process that calls a tool is also killed between call and answer. After its lives a run is started once
 more. It must end with exit code 0, and its metrics, samples, weights and optimizer must equal those of an undisturbed
-run bit for bit. A run by the wall clock must instead train on each prompt once, and podrl.replay must repeat it.
+run bit for bit. A run with rollout.clock='wall' must instead train on each prompt once, and podrl.replay must repeat
+its last step.
 
 With --grid a random process of every run is killed after each of its steps, in all combinations of: staleness 2 and 3;
 full training and LoRA; with tools and without; one process, a shared pod and a split pod. With --hosts there is one
@@ -34,7 +35,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))  # as a command by hand
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))  # the command finds processes.py here
 
 from processes import SMALL, environment, same_end, trained_steps, wall_clock_kept
 
@@ -69,7 +70,7 @@ _TOOLS = (
     *("--config.rollout.prompts_per_step=8", "--config.log.samples_every=1", "--config.log.to=()"),
     *(*_JOB, "--config.checkpoint.every=0"),
 )
-_PROCESSES = ("--local_processes=", "--topology=", "--config.roles.", "--config.fake_devices=")  # replays need these
+_PROCESSES = ("--local_processes=", "--topology=", "--config.roles.", "--config.fake_devices=")  # for podrl.replay
 _TOPOLOGIES = {"single": (), "shared": ("--local_processes=2",), "split": ("--local_processes=2", "--topology=split")}
 VARIANTS = {
     "single": _SAMPLED,
@@ -109,7 +110,8 @@ GRID = _grid()
 
 @dataclasses.dataclass
 class Whole:
-    """An undisturbed run: directory, number of file changes, seconds from the first change to the end, tool calls."""
+    """An undisturbed run: its directory, its number of file changes, seconds from the first change to the end, number
+    of tool calls."""
 
     workdir: pathlib.Path
     changes: int
@@ -242,7 +244,8 @@ def disturbed(
 def killed_after_steps(
     variant: str, folder: pathlib.Path, whole: Whole, rng: random.Random, steps: Sequence[int] = range(1, STEPS)
 ) -> list[str]:
-    """Kills a random process after each of these steps, asserts that the run ends as `whole` did; returns the kills.
+    """Kills a random process after each step of `steps`, asserts that the run ends as `whole` did; returns the kills in
+    words.
 
     A life goes on if the killed process was a rollout host of a split pod.
     """
@@ -410,7 +413,8 @@ def main() -> int:
 
 
 def _run_grid(words: Sequence[str], rng: random.Random, say: Callable[[str], None]) -> int:
-    """Runs the combinations; reports each run that ends differently; returns the exit code, 1 if there was one."""
+    """Runs the combinations and reports each run that ends differently; returns the exit code, which is 1 if any run
+    did so."""
     failed = 0
     with tempfile.TemporaryDirectory(prefix="podrl-kills-") as top:
         folder = pathlib.Path(top)

@@ -48,7 +48,7 @@ def main() -> int:
     pairs, alone = [], []
     with tempfile.TemporaryDirectory(prefix="podrl-save-") as folder:
         checkpoints = checkpoint.Checkpoints(pathlib.Path(folder, "checkpoints"), keep=1)
-        seconds(checkpoints, 1, state, sums=True)  # compiles the program that sums
+        seconds(checkpoints, 1, state, sums=True)  # compiles the program of the checksums
         for n in range(options.rounds):
             order = (True, False) if n % 2 else (False, True)
             took = {sums: seconds(checkpoints, 2 + 2 * n + i, state, sums=sums) for i, sums in enumerate(order)}

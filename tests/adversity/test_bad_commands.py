@@ -1,6 +1,6 @@
 """Wrong command lines, files and environments are refused in one sentence, and leave nothing behind.
 
-The rows are in bad_*.py; their commands run in forks of one process (fork_server.py).
+The cases are in bad_*.py; their commands run in forks of one process (fork_server.py).
 """
 
 import dataclasses

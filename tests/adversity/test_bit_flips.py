@@ -37,8 +37,8 @@ JOB = (
     *("--config.checkpoint.keep=3", TWO_DEVICES),
 )
 NEWEST = str(STEPS)
-WITH_PENDING = str(STEPS - 1)  # the batch of the last step was in flight
-# Only people read these files; a resumed run writes them anew, or writes beside them.
+WITH_PENDING = str(STEPS - 1)  # this checkpoint also holds the last step's batch
+# Only people read these files; a resumed run replaces them, or writes other files beside them.
 _UNREAD = ("about.json", "defaults.json", "files.json", "report.html", "spans.jsonl", "summary.json")
 _UNREAD += ("tensorboard/", "trace/")
 
@@ -59,7 +59,7 @@ def flip(file: pathlib.Path, bit: int) -> None:
 
 
 def _bits(file: pathlib.Path, count: int) -> list[int]:
-    """Chooses bits of the first and last bytes, and some bits between them."""
+    """Chooses the first and the last bit of a file, and `count` random bits."""
     bits = 8 * file.stat().st_size
     rng = random.Random(file.name)
     some = {0, bits - 1, *(rng.randrange(bits) for _ in range(count))} if bits else set()
@@ -129,7 +129,7 @@ def test_an_export_of_a_damaged_checkpoint_takes_the_one_before(whole, tmp_path,
 
 
 def test_the_configuration(whole, tmp_path):
-    """Flips bits of config.json: the configuration that is read is still the one that the run was started with."""
+    """Flips bits of config.json: a resumed run still reads the configuration with which the run was started."""
     workdir = tmp_path / "run"
     shutil.copytree(whole, workdir)
     path, checkpoints = workdir / "config.json", workdir / "checkpoints"
@@ -166,7 +166,7 @@ def test_runs_resumed_with_a_flipped_bit_in_every_other_file_and_in_the_newest_c
     assert {name for name in others if not name.startswith(_UNREAD)} == files
     for name in others:
         content = (workdir / name).read_bytes()
-        places = [found.end() - 1 for found in re.finditer(rb"\.\d+", content)]  # one digit becomes another
+        places = [found.end() - 1 for found in re.finditer(rb"\.\d+", content)]  # a digit changes, JSON stays valid
         flip(workdir / name, 8 * (places or range(len(content)))[len(places or content) // 4])
     data = max((workdir / "checkpoints" / NEWEST / "state").rglob("*"), key=lambda p: p.stat().st_size)
     flip(data, 8 * data.stat().st_size // 2)
@@ -177,6 +177,6 @@ def test_runs_resumed_with_a_flipped_bit_in_every_other_file_and_in_the_newest_c
     for name in ("metrics.jsonl", "samples.jsonl"):
         assert f"{name} is not what this run wrote" in resumed.stdout
     assert comparable(workdir)[-1] == comparable(whole)[-1]
-    for name in ("metrics.jsonl", "samples.jsonl"):  # lost lines of earlier steps are not written again
+    for name in ("metrics.jsonl", "samples.jsonl"):  # a resume does not write lost lines of earlier steps again
         shutil.copy(whole / name, workdir / name)
     same_end(workdir, whole)

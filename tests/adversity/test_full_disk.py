@@ -26,7 +26,7 @@ def _mount(options: str, place: pathlib.Path) -> bool:
 
 @pytest.fixture
 def disk(tmp_path) -> Iterator[pathlib.Path]:
-    """Mounts a file system of 12 MB; `_mount` with option remount changes it."""
+    """Mounts a file system of 12 MB; tests change its limits by `_mount` with the option remount."""
     place = tmp_path / "disk"
     place.mkdir()
     if os.geteuid() or not _mount(f"-t tmpfs -o size={12 * _MB} tmpfs", place):

@@ -1,4 +1,4 @@
-"""A stranger who reaches a job's ports without its secret changes nothing for it."""
+"""A stranger who reaches a job's ports but does not know its secret cannot disturb the job."""
 
 import contextlib
 import os
@@ -52,14 +52,14 @@ HOSTILE = {
 
 
 def limited(limits: str, program: str) -> list[str]:
-    """Returns the command of a Python program under limits. A shell sets them, because our code could hang in a fork of
-    a process with jax."""
+    """Returns a command that runs a Python program under limits. A shell sets the limits, because Python code could
+    hang in a fork of a process with jax."""
     return ["bash", "-c", f'{limits}; exec "$0" -c "$1"', sys.executable, program]
 
 
 @contextlib.contextmanager
 def endpoint(descriptors: int = 1024):
-    """Starts an endpoint that may open at most `descriptors` files: (process, address)."""
+    """Starts an endpoint that may open at most `descriptors` files; yields its process and its address."""
 
     process = subprocess.Popen(
         limited(f"ulimit -n {descriptors}", ENDPOINT), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -76,7 +76,7 @@ def endpoint(descriptors: int = 1024):
 
 
 def intrude(address: tuple[str, int], stack: contextlib.ExitStack, sent: bytes = b"") -> socket.socket:
-    """Opens a connection and leaves it open."""
+    """Opens a connection, sends the bytes `sent`, and leaves the connection open until `stack` closes it."""
     made = stack.enter_context(socket.create_connection(address, timeout=PATIENCE_S))
     with contextlib.suppress(OSError):  # the endpoint may have closed the connection while it was writing
         made.sendall(sent)

@@ -25,8 +25,8 @@ from kills import (
 from processes import comparable, job, run, same_end
 
 pytestmark = pytest.mark.e2e
-# With the kills of the tests below there are 31 kills; a life of a pod costs twice as much as a life of a single
-# process. DPO and SFT are killed in tests/e2e/test_supervised_runs.py.
+# Number of kills of each variant. A life of a pod costs twice as much as a life of a single process. DPO and SFT are
+# killed in tests/e2e/test_supervised_runs.py.
 KILLS = {
     "single": 2,
     "opd": 1,
@@ -38,8 +38,8 @@ KILLS = {
     "hybrid": 2,
     "hybrid, split": 1,
 }
-# The source files that each variant tests: unless one of them changes, the variant is killed in nightly runs only. On
-# every change other tests kill the variants without files, at chosen moments: a single process below, PPO in
+# By variant: the source files whose change makes CI kill the variant; otherwise only nightly runs kill it. Other tests
+# kill the variants without files at every change, at chosen moments: a single process in this file, PPO in
 # tests/e2e/test_algorithms.py, training on the data's answers in tests/e2e/test_supervised_runs.py, a pod with the wall
 # clock in tests/e2e/test_wall_clock.py. The variant with a teacher is killed in tests/e2e/test_pods.py when the
 # comparison with the teacher changes.
@@ -56,7 +56,8 @@ ABOUT = {
 }
 TOOLS = pytest.mark.nightly("podrl/environments/journal.py", "podrl/rollout/episodes.py")
 OPTIMISED = ("single", "shared")  # a process and a pod whose programs are compiled as for users
-# A split pod is killed on every change, and one process in tests/e2e/test_algorithms.py.
+# Only the case of a split pod runs at every change; tests/e2e/test_algorithms.py kills a single process at every
+# change.
 GROUPS = pytest.mark.nightly("podrl/learner/pods", "podrl/storage/checkpoint.py", "podrl/rollout/open_groups.py")
 # Steps after which a process is killed. In a split pod the death of a rollout host mostly ends no other process.
 STEPS_OF = {"single": (1, 3), "shared": (2, 3), "split": (1, 2, 3)}
@@ -131,8 +132,8 @@ def with_tools(tmp_path_factory):
 @TOOLS
 @pytest.mark.parametrize("variant", ["tools", "tools, split"])
 def test_answers_that_were_used_are_given_again(variant, with_tools, tmp_path):
-    """The tool changes its answers when everything is sampled and nothing is saved. The run must still end as an
-    undisturbed run."""
+    """The run is killed before its only checkpoint, when all samples are drawn, and the tool then changes its answers.
+    The resumed run must still end as an undisturbed run."""
     workdir = tmp_path / "run"
     first = Life(variant, workdir, at=f"/checkpoints/{STEPS}")
     assert first.end() in (-9, 42), first.output()
@@ -152,7 +153,7 @@ def test_killed_between_call_and_answer_at_every_step(variant, with_tools, tmp_p
     """The process that makes the call dies, and the next start goes on; a split pod starts its rollout host again."""
     drawn, asked, kills = _calls(with_tools), [], []
     for step, calls in enumerate(drawn):
-        asked.append(sum(drawn[:step]) + calls // 2 + len(asked))  # a call that was not answered is made again
+        asked.append(sum(drawn[:step]) + calls // 2 + len(asked))  # an unanswered call is made again, and counts twice
     for lot in [asked] if "split" in variant else [[call] for call in asked]:
         life, moments = killed_in_calls(variant, tmp_path / "run", lot)
         assert life.process.returncode in (-9, 0), life.output()
@@ -172,7 +173,8 @@ def test_killed_between_call_and_answer_at_every_step(variant, with_tools, tmp_p
 @TOOLS
 @pytest.mark.nightly("podrl/storage/mirror.py", "podrl/storage/storage.py")
 def test_a_bucket_has_the_answers_for_another_machine(with_tools, bucket, monkeypatch, tmp_path):
-    """Until the run is killed the bucket takes everything but the checkpoint; the next start has only the bucket."""
+    """The bucket refuses every checkpoint until the run is killed; the next start, on another disk, has only the
+    bucket."""
     (tmp_path / "world").write_text("first")
     place, settings = "gs://bucket/runs/tools", {"base": VARIANTS["tools"], "logs": tmp_path}
     drawn = {f"{step}.jsonl": answers for step, answers in enumerate(_calls(with_tools))}

@@ -1,4 +1,5 @@
-"""User code gets no secret of the job and no more of the machine than allowed; a model names only its own files."""
+"""User code sees no secret of the job and stays within its limits on the machine; a model's index may only name the
+model's own files."""
 
 import json
 import os
@@ -14,7 +15,8 @@ from podrl.models.tensor_files import scan_directory
 from podrl.rewards.compose import RewardConfig, RewardError, Rewards
 from podrl.workers.user_code import Limits, forget, is_secret
 
-# A user's reward functions: the first writes down what it can see, each of the others needs what a limit refuses.
+# A user's reward functions: the first writes down its environment and limits, each of the others needs more than a
+# limit allows.
 FUNCTIONS = """
 import json, os, pathlib, resource
 
@@ -66,7 +68,7 @@ def test_reward_functions_see_no_secret_and_have_limits(tmp_path, monkeypatch):
         monkeypatch.setenv(name, value)
     rewards(tmp_path, "look", environment=("HF_TOKEN",))
     seen = json.loads((tmp_path / "seen.json").read_text())
-    assert {n for n in SECRETS if n in seen["environment"]} == {"HF_TOKEN"}  # allowed by the job's own setting
+    assert {n for n in SECRETS if n in seen["environment"]} == {"HF_TOKEN"}  # allowed by `environment`
     assert not set(SECRETS.values()) - {"h"} & set(seen["environment"].values())
     assert HARMLESS.items() <= seen["environment"].items()
     limits, mib = seen["limits"], 1 << 20
@@ -131,7 +133,7 @@ assert b"s3cret-text" not in here.read_bytes() and b"NEXT=whole" in here.read_by
     environment = os.environ | {"PODRL_SECRET": "s3cret-text", "NEXT": "whole"}
     subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=PATIENCE_S)
     other = {"PODRL_SECRET": "x"}
-    forget(other, "PODRL_SECRET")  # an environment other than this process's own
+    forget(other, "PODRL_SECRET")  # a mapping that is not this process's environment
     assert other == {}
 
 

@@ -27,7 +27,7 @@ def test_filters_leave_ratios_at_1_and_say_what_they_kept(tmp_path):
 
 
 def test_logits_that_overflow_end_the_run_and_name_the_weights(tmp_path):
-    """Uses weights within the range of float32 whose sums are outside it."""
+    """Every weight is within the range of float32, but the matrix product overflows."""
     model = pathlib.Path(shutil.copytree(TINY, tmp_path / "model"))
     tensors = dict(safetensors.numpy.load_file(model / "model.safetensors"))
     name = "model.layers.0.mlp.down_proj.weight"

@@ -236,7 +236,7 @@ def test_of_two_runs_one_trains_and_the_other_ends_with_1(tmp_path):
     small = (*SMALL, TWO_DEVICES, "--config.eval.problems=0", "--config.trainer.max_steps=3")
     with job(tmp_path / "run", base=small, logs=tmp_path / "1") as first:
         first.wait_for_step(1)
-        first.signal(signal.SIGSTOP)  # so that the lease does not end meanwhile
+        first.signal(signal.SIGSTOP)  # stopped, so that it cannot end and release its lease
         second = run(tmp_path / "run", base=small, logs=tmp_path / "2", code=1)
         assert f"is in use by process {first.process.pid} on" in second.stderr
         assert len([line for line in second.stderr.splitlines() if line]) == 1, second.stderr

@@ -115,7 +115,7 @@ def test_a_key_the_saved_run_does_not_know_had_its_default_there():
             node, default = node[key], default.get(key, {})
         value = node.pop(path[-1])
         if isinstance(value, dict) or default.get(path[-1], "none") != value:
-            continue  # this job's value is not the default, so it counts as a change; see below
+            continue  # the job does not have the default, so a missing key counts as a change
         taken += 1
         assert identity.changes(theirs, mine, known) == ([], []), path
     assert taken > 100
@@ -129,7 +129,8 @@ def test_a_key_the_saved_run_does_not_know_had_its_default_there():
 
 @pytest.mark.parametrize("algorithm", [*PRESETS, "sft", "dpo", "orpo", "kto", "reward_model"])
 def test_any_section_may_be_new_whatever_the_algorithm_makes_its_defaults(algorithm):
-    """Presets, and algorithms that learn from the data's answers, have other defaults than the sections themselves."""
+    """A saved run may lack any section. Presets, and algorithms that learn from the data's answers, change the defaults
+    of sections."""
     given = {"algorithm": algorithm, "trainer": {"eval_every_n_steps": 0, "max_steps": 6}}
     filled = complete(given | ({"model": {"reference": "teacher"}} if algorithm == "opd" else {}))
     mine, known = (
@@ -170,7 +171,8 @@ def _start(path, config, *, step=0, record=False, defaults=None) -> str:
 
 
 def test_a_start_without_a_step_binds_nothing(tmp_path):
-    """A start without a finished step may have written its configuration, evaluated, or failed in the first step."""
+    """A start without a finished step may have written its configuration, evaluated, or failed in the first step. The
+    next start may have another configuration."""
     _start(tmp_path, {"seed": 1})
     _start(tmp_path, {"seed": 2}, record=True)
     with pytest.raises(ValueError, match="another configuration: seed was 2, now 3"):

@@ -15,7 +15,7 @@ CODES = {"SIGTERM": 75, "SIGINT": 130}
 
 
 def _interrupted(name: str, module: str, *args: str, cwd: pathlib.Path) -> subprocess.CompletedProcess:
-    """Sends the signal to a command when it begins to import `module`."""
+    """Runs a command that gets the signal `name` when it begins to import `module`."""
     path = os.pathsep.join([str(MOMENTS), *filter(None, [os.environ.get("PYTHONPATH"), str(MOMENTS.parents[2])])])
     environment = os.environ | {"PYTHONPATH": path, "SIGNAL_AT": f"{name}@{module}"}
     command = [sys.executable, "-m", *args]
@@ -34,7 +34,7 @@ def test_a_signal_during_the_imports(module, name, tmp_path):
 
 @pytest.mark.parametrize("command", ["generate", "export", "plan"])
 def test_a_signal_during_the_imports_of_the_other_commands(command, tmp_path):
-    tiny = MOMENTS.parents[2] / "podrl" / "assets" / "tiny"  # jax is not imported for a path without a model
+    tiny = MOMENTS.parents[2] / "podrl" / "assets" / "tiny"  # without a model, jax would not be imported
     args = {"generate": [f"--model={tiny}", "--prompts=p.jsonl", "--out=o.jsonl"], "export": ["--workdir=w", "--out=o"]}
     (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n')
     given = args.get(command, ["--config=grpo_gemma.py", "--trainer=v5e:2x4"])

@@ -13,7 +13,8 @@ from podrl.rundir.run import Run
 from podrl.rundir.sinks import read_id
 
 _QUIET = LogConfig(to=())
-# Every line break of str.splitlines that JSON text may hold as it is, and characters of two to four bytes.
+# Line breaks of str.splitlines other than '\n' (U+0085, U+2028 and U+2029 stand in JSON unescaped), and characters of
+# two to four bytes.
 _TEXT = "a\u2028b\u2029c\x85d\x0be\x0cf\x1cg é 漢 🙂"
 
 
@@ -108,7 +109,7 @@ def test_what_is_lost_or_changed_is_said(written, tmp_path):
     log.close()
     assert log.problems[0].startswith("metrics.jsonl is not what this run wrote: ")
     (tmp_path / "metrics.jsonl").unlink()
-    with Run(tmp_path, log=_QUIET) as run:  # as with a checkpoint of a version without marks
+    with Run(tmp_path, log=_QUIET) as run:  # without marks, as after a checkpoint of an older version
         run.open_metrics(4)
         assert run.metrics is not None and [text.partition(":")[0] for text in run.metrics.problems] == [
             "metrics.jsonl is gone"
@@ -161,7 +162,7 @@ def test_config_json_that_is_not_whole_is_refused_where_there_is_no_copy(written
         (tmp_path / "config.json").write_bytes(content)
         with pytest.raises(ValueError, match=r"config\.json is damaged .* restore the file, remove it"):
             Run(tmp_path, config={"seed": 3})
-    (tmp_path / "config.json").write_text('{"seed": 3}')  # a configuration of a version without checksums
+    (tmp_path / "config.json").write_text('{"seed": 3}')  # as an older version wrote it: without a checksum
     with Run(tmp_path, config={"seed": 3}):
         pass
 

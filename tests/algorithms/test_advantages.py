@@ -66,16 +66,16 @@ def test_rewards_scaled_by_the_batch():
 def test_the_others_by_hand():
     loo = advantages.leave_one_out(REWARD_B, group_B=of(REWARD_B, 4))
     np.testing.assert_allclose(loo, [2 / 3, -2 / 3, 0, 0, 2, -2 / 3, -2 / 3, -2 / 3])
-    # Rewards 3, 0, 0: the others of the first sample are equal; the others of each zero are 3 and 0, with deviation
-    # 3 / sqrt(2).
+    # Rewards 3, 0, 0: the first sample's two neighbours are equal, so nothing is divided; the neighbours of each zero
+    # are 3 and 0, with deviation 3 / sqrt(2).
     scaled = advantages.leave_one_out(np.array([3.0, 0, 0]), group_B=np.zeros(3, int), scale="std", eps=0.0)
     np.testing.assert_allclose(scaled, [3, -1.5 / (3 / 2**0.5), -1.5 / (3 / 2**0.5)])
     pair = advantages.leave_one_out(np.array([3.0, 1.0]), group_B=np.zeros(2, int), scale="std")
-    np.testing.assert_allclose(pair, [2, -2])  # the only other sample has no deviation
+    np.testing.assert_allclose(pair, [2, -2])  # one other sample has no deviation, so nothing is divided
     length_B = np.array([1, 1, 1, 1, 3, 1, 1, 1])
-    opo = advantages.opo(REWARD_B, length_B, group_B=of(REWARD_B, 4))  # second group: (9 + 3) / 6 = 2
+    opo = advantages.opo(REWARD_B, length_B, group_B=of(REWARD_B, 4))  # second group's baseline: (3 x 3 + 3) / 6 = 2
     np.testing.assert_allclose(opo, [0.5, -0.5, 0, 0, 1, -1, -1, -1])
-    reward_B = np.array([1.0, 0.0, 2.0, 2.0])  # the second group teaches nothing: factor 4 / 2
+    reward_B = np.array([1.0, 0.0, 2.0, 2.0])  # equal rewards leave out the second group: factor 4 / 2
     np.testing.assert_allclose(advantages.gpg(reward_B, group_B=of(reward_B, 2)), [1.0, -1.0, 0, 0])
     best = advantages.pass_at_k(
         np.array([1.0, 0.0, 3.0, 7.0]), group_B=of(np.array([1.0, 0.0, 3.0, 7.0]), 4), scale="none"

@@ -1,4 +1,5 @@
-"""Every number in core_algos.json, the outputs of verl's functions in float64 (its "about" says which version)."""
+"""Compares podrl with every number in core_algos.json, which verl's functions computed in float64 (its key "about"
+names verl's version)."""
 
 import contextlib
 import json
@@ -22,7 +23,8 @@ from podrl.testing import policy_rows
 
 VECTORS = json.loads((pathlib.Path(__file__).parent / "core_algos.json").read_text())
 VERL_EPS = 1e-8
-# For each preset: the vector's name, and the settings in which the vector differs from it.
+# For each preset: the name of its numbers in core_algos.json, and changes of the preset to the settings with which verl
+# computed them.
 PRESET_ADVANTAGES = {
     **{name: ("grpo", {}) for name in ("grpo", "dapo", "verl_grpo", "tunix_grpo")},
     **{name: ("dr_grpo", {}) for name in ("dr_grpo", "reinforce")},
@@ -119,7 +121,7 @@ def test_singleton_group_of_verl(dtype):
 
 
 def test_singleton_group(dtype):
-    # The file's groups are a, a, a, z here.
+    # In this vector of core_algos.json the groups are a, a, a, z: the fourth sample is alone.
     reward_B = Inputs(dtype).reward_B
     expected_BT = np.array(VECTORS["advantages"]["grpo singleton group z"])
     close(advantages.group_relative(reward_B[:3], group_B=of(reward_B[:3], 3)), expected_BT[:3, 0], dtype)
@@ -203,7 +205,7 @@ POLICY_LOSSES = {
     "sapo": {"policy_loss_fn": "sapo"},
     "gpg": {"policy_loss_fn": "gpg", "loss_agg_mode": "token-mean"},
     "cispo": {"policy_loss_fn": "cispo", "loss_agg_mode": "token-mean"},
-    # The file does not say kl_cov's share of tokens; its gradients show that 3 of the 14 tokens are penalised.
+    # core_algos.json does not say which share of tokens kl_cov penalises; its gradients show 3 of 14 tokens.
     "kl_cov": {"policy_loss_fn": "kl_cov", "loss_agg_mode": "token-mean", "cov_fraction": 0.25},
 }
 
@@ -281,7 +283,8 @@ def test_gmpo_and_gradient(corrected, dtype):
 
 
 ASYMMETRIC = {"epsilon_low": 0.2, "epsilon_high": 0.28}
-# For each preset: the vector's name, and the settings in which the vector differs from it.
+# For each preset: the name of its numbers in core_algos.json, and changes of the preset to the settings with which verl
+# computed them.
 PRESET_LOSSES = {
     "verl_grpo": ("vanilla", {"epsilon_high": 0.28, "beta": 0.0}),
     "dapo": ("vanilla", {"epsilon_c": 3.0}),
@@ -359,7 +362,7 @@ def test_bands_are_the_rejection_masks(dtype):
     icepop_BT = corrections.importance_weight(*pair, *x.where, "icepop", low=0.5, high=2.0)
     kept_BT = np.array(VECTORS["rejection"]["token_k1 0.5_2.0"])
     close(masked(icepop_BT, x.mask), kept_BT * np.exp(np.asarray(x.old_log_prob - x.rollout_log_prob)), dtype)
-    # verl's band bounds sampler over trainer, the reciprocal of our weight.
+    # verl bounds the ratio sampler / trainer, the reciprocal of podrl's weight.
     geometric_BT = corrections.importance_weight(*pair, *x.where, "geometric_mask", low=1 / 1.1, high=1 / 0.9)
     close(masked(geometric_BT, x.mask), VECTORS["rejection"]["seq_mean_k1 0.9_1.1"], dtype)
 

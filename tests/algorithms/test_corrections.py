@@ -75,7 +75,7 @@ def test_a_token_is_left_out_by_the_divergence_of_its_probability_not_by_its_rat
     for high, expected in ((0.1, [0, 0, 10, 5 / 3, 1]), (0.08, [0, 0, 10, 0, 1]), (0.4, [1.5, 2 / 3, 10, 5 / 3, 1])):
         weight_BT = importance_weight(jnp.log(p_BT), jnp.log(q_BT), *where, "kpop", low=0.0, high=high)
         np.testing.assert_allclose(weight_BT[0], expected, rtol=1e-9)
-    # Probability 1, and probabilities near 0.
+    # The first policy gives both tokens the probability 1; the second gives them 1 and exp(-200).
     sure_BT = binary_divergence(jnp.zeros((1, 2)), jnp.array([[0.0, -200.0]]))
     assert sure_BT[0, 0] == 0 and 10 < sure_BT[0, 1] < 20
 

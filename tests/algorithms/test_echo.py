@@ -1,4 +1,4 @@
-"""The cross-entropy of observed tokens by hand and against torch, beside a policy loss with a divisor of its own."""
+"""The cross-entropy of observed tokens, by hand and against torch, added to a policy loss that has another divisor."""
 
 import jax
 import jax.numpy as jnp

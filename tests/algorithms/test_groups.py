@@ -55,8 +55,8 @@ def test_an_estimator_sees_each_group_alone(group_B, seed, name):
 
 @pytest.mark.parametrize("name", sorted(ESTIMATORS.keys() - {"opo"}))
 def test_an_estimator_takes_arrays_of_jax(name):
-    """Takes groups of one, three and four; random sizes are tested with numpy only, because jax compiles each shape
-    anew."""
+    """The groups have one, three and four samples. Random sizes are tested with numpy only, because jax compiles each
+    shape anew."""
     group_B = np.asarray([2, 0, 1, 1, 0, 2, 2, 0, 1, 1, 3])
     reward_B = np.random.default_rng(0).choice([0.0, 0.25, 1.0, 3.0], len(group_B))
     expected_B = ESTIMATORS[name](reward_B, group_B=group_B)
@@ -86,7 +86,7 @@ def test_groups_of_one_size_in_order_give_the_bits_of_a_reshape():
 
 
 def rollouts(group_B, prompts):
-    """Makes samples whose length tells which sample it is."""
+    """Makes samples in groups `group_B`; sample b has the length b, so that a test can recognise it."""
     B, T = len(group_B), 3
     asked = Prompts(
         np.arange(prompts)[:, None], np.ones(prompts, int), np.arange(prompts), [*"abcde"][:prompts], {}, b""

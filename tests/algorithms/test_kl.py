@@ -1,4 +1,5 @@
-"""KL estimators: published constants, unbiasedness by enumeration, and the coefficients."""
+"""KL estimators: published constants, unbiasedness by enumeration, the penalty in the reward, and the adaptive
+coefficient."""
 
 import math
 
@@ -19,7 +20,7 @@ def double_precision():
 @pytest.mark.parametrize(
     ("mode", "expected"),
     [
-        # NeMo-RL: logprob -1 against reference 0, -15, -30.
+        # NeMo-RL's test: the log-probability is -1; the reference's is 0, -15 and -30.
         ("k1", [-1.0, 14.0, 29.0]),
         ("k2", [0.5, 98.0, 420.5]),
         ("k3", [np.e - 2, np.exp(-14) + 13.0, np.exp(-29) + 28.0]),

@@ -18,7 +18,7 @@ from podrl.testing import lay_out, packed_layout, policy_rows, sequences
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-# Every surrogate, every correction, every aggregation mode and several KL estimators, each at least once.
+# These losses have every surrogate, correction and aggregation mode and several KL estimators at least once.
 SETTINGS = {
     "clip": PolicyLoss(
         KLLossSettings(
@@ -82,7 +82,8 @@ def test_every_kind_is_covered():
 
 
 def one_row(**arrays):
-    """Calls the loss on a single sequence after one prompt token; NeMo-RL's tests have three tokens."""
+    """Returns a loss's arguments for one sequence after one prompt token; NeMo-RL's tests have sequences of three
+    tokens."""
     size = len(arrays["advantage"])
     given = {name: jnp.concatenate([jnp.zeros(1), jnp.asarray(value)])[None] for name, value in arrays.items()}
     zero_BT = jnp.zeros((1, size + 1))
@@ -95,12 +96,12 @@ def one_row(**arrays):
 @pytest.mark.parametrize(
     ("settings", "advantage", "ratio", "expected"),
     [
-        # NeMo-RL: ratios 0.5, 1, 1.5 -> -0.5, 1, -2.4.
+        # NeMo-RL's test: the ratios 0.5, 1 and 1.5 give the token losses -0.5, 1 and -2.4.
         ({}, [1.0, -1.0, 2.0], [0.5, 1.0, 1.5], -1.9 / 3),
-        # NeMo-RL: dual clip at 3 bounds the last token at 12 -> -0.5, 1, 12.
+        # NeMo-RL's test: dual clip with c = 3 bounds the last token's loss at 12: -0.5, 1, 12.
         ({"epsilon_c": 3.0}, [1.0, -1.0, -4.0], [0.5, 1.0, 5.0], 12.5 / 3),
         ({}, [1.0, -1.0, -4.0], [0.5, 1.0, 5.0], 20.5 / 3),
-        # Clip-higher: only the upper side moves, -1.28 * 2 in place of -1.2 * 2.
+        # Clip-higher moves only the upper bound: -1.28 * 2 in place of -1.2 * 2.
         ({"epsilon_high": 0.28}, [1.0, -1.0, 2.0], [0.5, 1.0, 1.5], (-0.5 + 1.0 - 2.56) / 3),
         ({"epsilon_low": 0.1}, [1.0, -1.0, -2.0], [1.0, 1.0, 0.5], (-1.0 + 1.0 + 1.8) / 3),
         # GSPO: s = (0.5 * 1 * 1.5)^(1/3) = 0.9086 stays within the clip; A sums to 2.
@@ -200,7 +201,7 @@ def test_clip_cov_cuts_the_largest_in_the_band():
     np.testing.assert_allclose(grad(0.5, 1.5), [-2.0, 1.0, 0.0], atol=1e-12)
     np.testing.assert_allclose(grad(0.5, 3.0, fraction=0.7), [0.0, 1.0, 0.0], atol=1e-12)
     np.testing.assert_allclose(grad(2.5, 3.0), [-2.0, 1.0, 1.0], atol=1e-12)
-    # A token that is clipped already is not chosen again: the next one is.
+    # A token that the ratio has clipped already is not chosen; the token with the next largest covariance is.
     moved = one_row(logprob=[-1.0, -2.0, -3.0], old_logprob=[-2.0, -2.0, -3.0], advantage=[2.0, -1.0, -1.0])
     np.testing.assert_allclose(grad(0.5, 3.0, arguments=moved), [0.0, 1.0, 0.0], atol=1e-12)
 
@@ -226,7 +227,7 @@ def test_kl_and_entropy_enter_with_their_coefficients():
 @pytest.mark.parametrize("kind", SETTINGS)
 def test_masked_tokens_and_packing_do_not_matter(kind):
     def strictly(*arguments):
-        with jax.numpy_dtype_promotion("strict"):  # a trainer may forbid mixing dtypes silently
+        with jax.numpy_dtype_promotion("strict"):  # users may forbid implicit casts
             return SETTINGS[kind](*arguments)
 
     testing.check_packing(strictly)
@@ -266,7 +267,7 @@ def test_finite_differences(kind):
     found = np.asarray(grad_BT)[layout.row, layout.column]
     h = 1e-6
     if SETTINGS[kind].settings.kl_loss_mode.endswith("+"):
-        tokens["ref_logprob"] = tokens["logprob"]  # a straight-through gradient is not a derivative
+        tokens["ref_logprob"] = tokens["logprob"]  # no KL: its straight-through gradient is no derivative
         found = np.asarray(run(kind, lay_out(tokens, layout))[2])[layout.row, layout.column]
     for at in np.flatnonzero(tokens["mask"]):
         sides = []
@@ -388,7 +389,8 @@ def test_where_the_ratio_starts_is_chosen_without_touching_the_rows():
         found, metrics = with_old(loss, old)(*lay_out(tokens, layout))
         expected, others = loss(*lay_out(tokens | {"old_logprob": tokens[name]}, layout))
         np.testing.assert_allclose(found.total, expected.total, rtol=1e-12)
-        # If the sampler is the old policy, it is compared with the current weights instead.
+        # sampler/kl compares the sampler with the old policy; if the sampler is the old policy, with the current
+        # weights.
         compared = (
             others if old != "sampler" else loss(*lay_out(tokens | {"old_logprob": tokens["logprob"]}, layout))[1]
         )
@@ -534,7 +536,8 @@ def test_warnings_name_what_is_probably_not_meant():
 
 
 def of_torch(torch, kind, correction, old_T, sampler_T, advantage_T, owner_T):
-    """Writes a token loss and its correction in torch: log-probabilities -> summed loss."""
+    """Returns, in torch, the function from log-probabilities to the sum of the token losses, and the correction's
+    weights."""
     p_T, q_T = old_T.exp(), sampler_T.exp()
     w_T = (old_T - sampler_T).exp()
     whole_T = torch.stack([(old_T - sampler_T)[owner_T == i].sum() for i in owner_T]).exp()
@@ -583,7 +586,7 @@ def test_gradients_are_those_of_torch(kind, correction):
         x_T = torch.tensor(logprob, requires_grad=True)
         expected = theirs(x_T)
         expected.backward()
-        assert correction == "none" or bool((weight_T != (given[0] - given[1]).exp()).any())  # some are bounded
+        assert correction == "none" or bool((weight_T != (given[0] - given[1]).exp()).any())  # some weights are bounded
         high = {"tis": 1.2, "sequence_mask": 1.5, "icepop": 1.2, "kpop": 0.02}.get(correction)
         more = {"epsilon": 0.05} if kind == "ipo" else {}
         settings = LossSettings(

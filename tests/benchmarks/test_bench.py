@@ -36,7 +36,7 @@ def test_rollout(capsys):
 
 
 def test_tail(capsys):
-    """Samples of two versions need fewer decode steps than whole batches, and 90 % of a simulated bound or more."""
+    """With staleness, decode steps are fewer than for whole batches, and at least 90 % of a simulated lower bound."""
     options = "--tail --staleness=2 --prompts=2 --group=8 --max_new=256 --lanes=8 --page_tokens=32"
     assert bench.main(["benchmarks", "rollout", *TINY.split(), *options.split(), "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)
@@ -90,8 +90,8 @@ def test_a_leader_exchanges_a_few_messages_with_every_host(capsys):
     assert bench.main(["benchmarks", "pod", *small.split(), "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)
     assert figures["samples"] == 32 * 8 and figures["leader_cpu_ms"] > 0 and figures["added_ms"] > 0
-    # Messages of each rollout host: an order, the groups of a batch, an acknowledgement, a header with texts, rows, and
-    # at times the records it has read. Messages of each trainer host: a request and its answer.
+    # Messages of each rollout host: its part of a batch, the batch's groups, an acknowledgement, a header with texts,
+    # rows, and at times the records that it has read. Messages of each trainer host: a request and its answer.
     assert 8 * 10 + 3 * 4 <= figures["messages"] <= 8 * 13 + 3 * 4
 
 
@@ -187,7 +187,7 @@ def tiny_engine():
 def test_a_decode_step_of_gemma2_2b_reads_little_more_than_it_must(monkeypatch):
     env = dict(os.environ)
     chips.prepare(env)
-    for name, value in env.items():  # the variables that the command sets are restored after the test
+    for name, value in env.items():  # monkeypatch restores the variables that `prepare` sets
         monkeypatch.setenv(name, value)
     figures = bench_decode.run(["--lanes=256", "--prompt_len=512", "--max_new=1536"])
     assert figures["fits"] and figures["peak_bytes"] < 16 * 2**30
@@ -249,7 +249,7 @@ def test_a_seq_that_does_not_divide_is_refused(capsys):
 
 def test_growth_compares_exponents_of_cost_and_of_work():
     points = [(n, 3.0 * n**1.5, 7.0 * n**1.5) for n in (10, 100, 1000)]
-    found = growth.exponents([(1, 90.0, 7.0), *points])  # costs of small sizes are mostly fixed
+    found = growth.exponents([(1, 90.0, 7.0), *points])  # the smallest sizes are not fitted
     assert found == pytest.approx({"cost_by_size": 1.5, "work_by_size": 1.5, "cost_by_work": 1.0})
     same = growth.exponents([(n, 2.0, 5.0) for n in (16, 32, 64, 128)])
     assert same["cost_by_size"] == pytest.approx(0.0) and math.isnan(same["cost_by_work"])

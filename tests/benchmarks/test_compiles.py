@@ -20,7 +20,7 @@ CONFIGS = sorted((pathlib.Path(__file__).parents[2] / "configs").glob("[a-z]*.py
 def compiler(monkeypatch: pytest.MonkeyPatch):
     env = dict(os.environ)
     chips.prepare(env)
-    for name, value in env.items():  # the variables that the command sets are restored after the test
+    for name, value in env.items():  # monkeypatch restores the variables that `prepare` sets
         monkeypatch.setenv(name, value)
 
 

@@ -1,4 +1,5 @@
-"""The command for an hour on a chip: results survive a stop and a failure, and the table describes them."""
+"""benchmarks.on_chip, which measures on a chip for an hour: results survive a stop and a failure, and a table describes
+them."""
 
 import json
 
@@ -36,7 +37,8 @@ class Clock:
 
 @pytest.fixture
 def host(tmp_path, monkeypatch):
-    """A host on which every part takes a minute; `answers` replaces the result of a part, by its name."""
+    """Stands in for a host on which every part takes a minute; `answers` sets the result of a part by the part's
+    name."""
     clock, answers, asked = Clock(), {}, []
 
     def run(command, limit_s):

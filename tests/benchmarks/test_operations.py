@@ -1,4 +1,4 @@
-"""The time of a program's operations is added up by their kind."""
+"""The times of a program's operations are added up by kind of operation."""
 
 import jax
 import jax.numpy as jnp

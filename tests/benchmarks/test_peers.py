@@ -1,4 +1,5 @@
-"""Comparisons with peers: an environment is built once, and the figures come from the rounds of both sides."""
+"""Comparisons with other frameworks: each virtual environment is built once, and the figures come from the rounds of
+both sides."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Waits in a run's directory, compared with the model of lengths, worked by hand."""
+"""The waits that a run directory records, compared with the simulation of its lengths, worked by hand."""
 
 import io
 import json

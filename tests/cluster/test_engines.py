@@ -116,7 +116,7 @@ def test_settings_of_windows_need_an_engine_of_windows_before_anything_is_loaded
 
 
 def test_each_setting_of_evaluations_is_honoured_or_refused_by_name():
-    """Changes every field of the evaluation's configuration in turn."""
+    """Changes every field of rollout_config[Mode.EVAL] in turn."""
     base = podrl.RolloutConfig(top_k=5)
     changed = {field.name: f"another {field.name}" for field in dataclasses.fields(base)}
     changed |= {"temperature": 0.25, "top_p": 0.5, "top_k": 3, "min_p": 0.1, "max_tokens_to_generate": 7}

@@ -1,4 +1,4 @@
-"""In-place weight moves keep one policy on the rollout mesh; policies from ordinary moves stay untouched."""
+"""In-place weight moves keep one policy on the rollout mesh; other weight moves leave earlier policies as they were."""
 
 import dataclasses
 

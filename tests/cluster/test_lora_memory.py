@@ -108,7 +108,8 @@ def test_log_probabilities_of_samples_follow_the_actor_and_not_the_reference(clu
 
 
 def test_the_engine_knows_which_samples_are_of_an_evaluation(cluster):
-    """The engine keeps only the lengths of an evaluation's samples: a later evaluation samples the longest first."""
+    """The engine remembers the lengths of samples of evaluations only, not of training; the next evaluation expects
+    these lengths."""
     sampling = Sampling(temperature=1.0, max_new=T - 8)
     for mode, known in ((Mode.TRAIN, False), (Mode.EVAL, True), (Mode.EVAL, True)):
         rollouts = cluster.generate(["a", "bc", "d"], mode=mode, group_size=2, step=5, sampling=sampling)

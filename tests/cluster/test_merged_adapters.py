@@ -1,4 +1,5 @@
-"""Under rollout.merge_adapters the rollout decodes the actor with its adapters folded in, and nothing else changes."""
+"""With rollout.merge_adapters the engine decodes with the adapters merged into the actor's weights; nothing else
+changes."""
 
 import dataclasses
 
@@ -38,7 +39,7 @@ def make_cluster(*, merged: bool, base_dtype: str = "", rank: int = 2) -> podrl.
 
 
 def change_adapters(cluster: podrl.RLCluster, seed: int) -> None:
-    """Changes fresh adapters so that they have an effect: a fresh adapter multiplies by zero."""
+    """Draws random adapters, because fresh adapters multiply by zero and change nothing."""
     rng = np.random.default_rng(seed)
     params = jax.tree.map(
         lambda x: jax.device_put(0.05 * rng.standard_normal(x.shape, np.float32), x.sharding), cluster.state.params

@@ -1,4 +1,4 @@
-"""The hosts of a rollout replica: how they find each other, and which messages the head sends to the others."""
+"""The hosts of a rollout replica: how they find each other, and which messages the head sends to the other hosts."""
 
 import contextlib
 import dataclasses
@@ -31,7 +31,7 @@ def pods():
 
 
 class Part:
-    """One host's part of a cluster, which records the calls that are made on it."""
+    """Stands in for one host's RLCluster and its engine, and records the calls that are made on it."""
 
     def __init__(self):
         self.made, self.rollout = [], self
@@ -52,14 +52,15 @@ class Part:
 
 
 def run_of(stopping=lambda: False):
-    """Makes a run with the parts that a follower reads."""
+    """Stands in for a run; it has only what `follow` reads."""
     watchdog = types.SimpleNamespace(stage=lambda name: contextlib.nullcontext())
     profiler = types.SimpleNamespace(wanted=None, after=lambda step: None)
     return types.SimpleNamespace(stopping=stopping, watchdog=watchdog, profiler=profiler)
 
 
 def followed(pods, parts, run):
-    """Starts to follow on all hosts but the head; returns their futures, each of the step that was reached."""
+    """Calls `follow` in a thread for each pod of `pods`; returns the futures, whose result is the step that was
+    reached."""
     threads = ThreadPoolExecutor(len(parts))
     return [threads.submit(follow, part, pod, run, deadline_s=20.0) for pod, part in zip(pods, parts, strict=True)]
 
@@ -167,7 +168,7 @@ def test_the_hosts_of_a_replica_that_joins_have_seats_beside_each_other():
 
 
 def test_a_replica_comes_together_once(pods):
-    """The loss of a host ends its cluster, so the restarted host is admitted to the next cluster."""
+    """The loss of a host ends the jax cluster of its replica, so the restarted host is admitted to the next cluster."""
     threads = ThreadPoolExecutor(4)
     first = [threads.submit(joining.gather_replica, pod, "unix:/tmp/x/coordinator", 20.0) for pod in pods[1:]]
     (place,) = {each.result(PATIENCE_S) for each in first}

@@ -28,7 +28,7 @@ from podrl.types import NO_EPISODE, Prompts, Rollouts, blank_columns
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
-    """Turns the embedded model into a reward model with a random head."""
+    """Writes the embedded model as a reward model with a random head; returns its directory."""
     import ml_dtypes  # noqa: F401 - bfloat16 for safetensors
 
     out = tmp_path_factory.mktemp("reward") / "model"
@@ -78,8 +78,8 @@ CHAT = (
 
 @pytest.fixture(params=["chat", "plain"])
 def bytewise(request, directory, tmp_path):
-    """Makes the reward model with a byte tokenizer, with and without a chat template; returns its expected input
-    too."""
+    """Makes the reward model with a byte tokenizer, with and without a chat template; returns its directory, its
+    tokens, and the texts that it must score."""
     out = tmp_path / "model"
     shutil.copytree(directory, out)
     pieces = ["<s>", "</s>", *sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())]

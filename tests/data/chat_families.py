@@ -1,4 +1,4 @@
-"""Chat templates in the forms of published families, written for these tests: the constructs of each, not its text.
+"""Chat templates written for these tests: each has the constructs of a published family's template, but not its text.
 
 `{% generation %}` encloses the text that a model of the family writes, up to the end of its turn; `FAMILIES` holds the
 same templates without these marks.
@@ -62,7 +62,7 @@ _QWEN_HEAD = (
     "{% if tools %}{{ '<|im_start|>system\\n' }}{% for t in tools %}{{ t | tojson }}{{ '\\n' }}{% endfor %}"
     "{{ '<|im_end|>\\n' }}{% endif %}"
 )
-# Qwen 3: the next question removes thoughts; the last turn has an empty thought.
+# Qwen 3: the next question removes the thoughts of earlier turns; a last turn without a thought gets an empty one.
 QWEN3 = (
     _QWEN_HEAD + _LAST_QUERY + "{% for m in messages %}{% if m.role in ('user', 'system') %}"
     "{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% elif m.role == 'assistant' %}" + _THOUGHT
@@ -80,7 +80,7 @@ QWEN3_OPENS = (
     + _JSON_CALLS + "{{ '<|im_end|>' }}" + E + "{{ '\\n' }}{% elif m.role == 'tool' %}" + _RESPONSES
     + "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n<think>\\n' }}{% endif %}"
 )  # fmt: skip
-# Hermes: calls and outputs in ChatML; thoughts are kept as they are.
+# Hermes: calls and outputs of tools stand in ChatML; thoughts are kept as they are.
 HERMES = (
     _QWEN_HEAD + "{% for m in messages %}{% if m.role == 'assistant' %}{{ '<|im_start|>assistant\\n' }}" + G
     + "{{ m.content or '' }}{% for c in m.tool_calls or [] %}{{ '\\n<tool_call>\\n' }}{{ c.function | tojson }}"
@@ -90,7 +90,7 @@ HERMES = (
     "{% if loop.last or loop.nextitem.role != 'tool' %}{{ '<|im_end|>\\n' }}{% endif %}{% else %}"
     "{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endif %}{% endfor %}" + _OPEN_IM
 )  # fmt: skip
-# Llama 3.1: contents are stripped; a turn with a call loses its other words; outputs are JSON text.
+# Llama 3.1: contents are stripped; a turn with a call loses its other words; outputs of tools are JSON text.
 LLAMA3 = (
     "{{ bos_token }}{{ '<|start_header_id|>system<|end_header_id|>\\n\\n' }}{% if messages[0].role == 'system' %}"
     "{{ messages[0].content | trim }}{% set messages = messages[1:] %}{% endif %}"
@@ -132,7 +132,7 @@ MISTRAL3 = (
     + "{{ ' ' + m.content | trim + eos_token }}" + E + "{% elif m.role == 'tool' %}"
     "{{ '[TOOL_RESULTS] {\"content\": ' }}{{ m.content | tojson }}{{ '}[/TOOL_RESULTS]' }}{% endif %}{% endfor %}"
 )  # fmt: skip
-# Mistral 7: no spaces, a turn for the system message, words before calls.
+# Mistral 7: no spaces around marks, a turn for the system message, words before calls.
 MISTRAL7 = (
     "{{ bos_token }}{% if tools %}{{ '[AVAILABLE_TOOLS]' }}{{ tools | tojson }}{{ '[/AVAILABLE_TOOLS]' }}{% endif %}"
     "{% for m in messages %}{% if m.role == 'user' %}{{ '[INST]' + m.content + '[/INST]' }}{% elif m.role == 'system' %}"
@@ -145,7 +145,7 @@ PHI4 = (
     + "{{ m.content + '<|im_end|>' }}" + E + "{% else %}{{ m.content + '<|im_end|>' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant<|im_sep|>' }}{% endif %}"
 )  # fmt: skip
-# Phi 3: a conversation that does not continue is closed by another token.
+# Phi 3: without a generation prompt, another token closes the conversation.
 PHI3 = (
     "{% for m in messages %}{{ '<|' + m.role + '|>\\n' }}{% if m.role == 'assistant' %}" + G + "{{ m.content + '<|end|>' }}" + E
     + "{{ '\\n' }}{% else %}{{ m.content + '<|end|>\\n' }}{% endif %}{% endfor %}"
@@ -181,7 +181,7 @@ GLM = (
     "{{ '\\n<tool_response>\\n' + m.content + '\\n</tool_response>' }}{% else %}{{ '\\n' + m.content }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )  # fmt: skip
-# gpt-oss: messages on channels; a turn may have several messages, the last of which ends with its own token.
+# gpt-oss: messages on channels; a turn may have several messages, and another token ends the last of them.
 HARMONY = (
     "{{ '<|start|>system<|message|>Reasoning: medium<|end|>' }}{% set ns = namespace(called=none) %}{% for m in messages %}"
     "{% if m.role == 'assistant' %}{{ '<|start|>assistant' }}" + G + "{% if m.tool_calls %}"
@@ -208,7 +208,7 @@ ZEPHYR = (
     + "{% else %}{{ m.content + eos_token }}{% endif %}{{ '\\n' }}"
     "{% if loop.last and add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}{% endfor %}"
 )  # fmt: skip
-# Gemma 4: outputs follow within the turn that calls; only the whole text shows where the turn after the outputs opens.
+# Gemma 4: outputs of tools stand in the turn that calls the tools; only the whole text shows where the next turn opens.
 GEMMA4 = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'tool' %}{{ 'response:calc{' + m.content + '}<tool_response|>' }}"
     "{% elif m.role == 'assistant' %}{{ '<|turn>model\\n' }}" + G + "{% for c in m.tool_calls or [] %}"
@@ -233,7 +233,7 @@ class Family:
     Attributes:
       marked: the template with its generations marked.
       ends: tokens that end a completion, the tokenizer's eos first.
-      special: its other special tokens.
+      special: other special tokens of the tokenizer.
       bos: the start token; None for none.
       roles: roles that the template takes besides user and assistant.
       calls: number of calls that a turn may have.

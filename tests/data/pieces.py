@@ -1,4 +1,4 @@
-"""Trains SentencePiece models on the word problems, with special pieces numbered as in Gemma."""
+"""Trains SentencePiece models on the embedded word problems, with special pieces numbered as in Gemma."""
 
 import io
 

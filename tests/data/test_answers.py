@@ -46,7 +46,8 @@ FILES = itertools.count()
 
 
 def new(tmp_path, suffix):
-    """Makes a new file for every example, because the cache keeps records by name, size and time."""
+    """Returns the path of a new file for every example, because the cache finds records by a file's name, size and
+    time."""
     return tmp_path / f"{next(FILES)}{suffix}"
 
 

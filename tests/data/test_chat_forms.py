@@ -1,6 +1,6 @@
 """Conversations in the chat forms of several families give the same text and ids as transformers.
 
-The templates are written here in the manner of each family: they use the constructs of its real template, not its text.
+The templates are written for these tests: each has the constructs of a family's real template, but not its text.
 """
 
 import json
@@ -13,7 +13,8 @@ from pieces import train as pieces_file
 from podrl.data import problems
 from podrl.data.tokenizer import Tokenizer
 
-# Set blocks, a system message taken off the front, trim, whitespace control, tojson, `is defined` tests.
+# Constructs of Llama 3: set blocks, a system message taken off the front, trim, whitespace control, tojson, `is
+# defined`.
 LLAMA3 = """{{- bos_token }}
 {%- if messages[0]['role'] == 'system' %}
     {%- set system_message = messages[0]['content']|trim %}
@@ -37,7 +38,8 @@ LLAMA3 = """{{- bos_token }}
 {%- endif %}
 """
 
-# A default system text, namespace, reversed slices, loop.first and loop.last, string methods, a thinking part cut away.
+# Constructs of Qwen: a default system text, namespace, reversed slices, loop.first and loop.last, string methods; the
+# thoughts of earlier turns are cut away.
 QWEN = """{%- if messages[0].role == 'system' %}
     {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
 {%- else %}
@@ -67,7 +69,8 @@ QWEN = """{%- if messages[0].role == 'system' %}
     {%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
 {%- endif %}"""
 
-# Roles must alternate; a filtered loop; continue; the system text stands before the last user's turn.
+# Constructs of Mistral: a filtered loop, continue. Roles must alternate; the system text stands before the last user's
+# turn.
 MISTRAL = """{%- if messages[0]["role"] == "system" %}
     {%- set system_message = messages[0]["content"] %}
     {%- set loop_messages = messages[1:] %}
@@ -180,7 +183,7 @@ def test_roles_that_do_not_alternate_are_refused_in_the_templates_words(director
 
 @pytest.fixture(scope="module", params=["unigram", "bpe"])
 def pieces(request, tmp_path_factory):
-    """Makes a SentencePiece file with byte fallback, as Llama 2, Mistral and Gemma have."""
+    """Makes a directory with a SentencePiece file with byte fallback, as Llama 2, Mistral and Gemma have."""
     directory = tmp_path_factory.mktemp(request.param)
     stored = pieces_file(model_type=request.param, vocab_size=420, byte_fallback=True)
     (directory / "tokenizer.model").write_bytes(stored)
@@ -201,5 +204,6 @@ def test_pieces_are_those_of_the_sentencepiece_library(pieces):
         ids = theirs.encode(text)
         assert ours.encode(text) == ids and ours.encode(text, start=True) == [2, *ids]
         assert ours.decode([2, *ids, 1]) == theirs.decode(ids) == text
-    # Control pieces in a text become their ids; the library itself leaves them as text.
+    # Control pieces such as '<s>' in a text become their ids; the SentencePiece library would encode them as plain
+    # text.
     assert ours.encode("<s>1</s>") == [2, *theirs.encode("1"), 1]

@@ -1,4 +1,5 @@
-"""Conversations in the forms of nineteen families: the text is the template's, and the assistant's turns are learned.
+"""Conversations under the chat templates of nineteen families: the text is the template's, and the assistant's turns
+are learned.
 
 The learned parts are compared with marks in the templates of chat_families.py. The templates that podrl reads have no
 marks, unless a test says so.
@@ -94,7 +95,7 @@ FORMS = {
 
 
 class _Marks(jinja2.ext.Extension):
-    """Writes private-use characters around the text that a template marks as generations."""
+    """Jinja's tag {% generation %}, which writes private-use characters around the text that it encloses."""
 
     tags = {"generation"}  # noqa: RUF012 - as jinja declares it
 
@@ -108,7 +109,7 @@ class _Marks(jinja2.ext.Extension):
 
 
 def independent(family: Family, messages, tools=None) -> tuple[str, str]:
-    """Renders a conversation by jinja alone: (text, the text with marks around its learned parts)."""
+    """Renders a conversation by jinja alone; returns the text, and the text with marks around its learned parts."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Marks]
     )
@@ -229,7 +230,8 @@ def test_tokens_and_masks_are_those_of_transformers(made, name):
     ours = made[name, True]
     theirs = transformers.AutoTokenizer.from_pretrained(ours.directory)
     for form, messages in FORMS.items():
-        # If a generation ends with a character of several bytes, transformers leaves out all its tokens but the first.
+        # If a generation ends with a character of several bytes, transformers learns only the first of that character's
+        # tokens.
         if not takes(FAMILIES[name], messages) or (name, form) == ("glm", "unicode"):
             continue
         tools = tools_for(name, messages)
@@ -395,7 +397,7 @@ def test_marks_that_leave_nothing_to_learn_are_refused(tmp_path):
     family = dataclasses.replace(FAMILIES["phi4"], marked=template)
     tokenizer = Tokenizer(written(tmp_path / "model", family, marked=True))
     chat = [user("1?"), said("1"), user("2?"), said("2")]
-    assert shown(tokenizer, chat) == "2<|im_end|>"  # the template requires it
+    assert shown(tokenizer, chat) == "2<|im_end|>"  # the marks of the template leave out the first answer
     with pytest.raises(ValueError, match=r"messages\[1\] \(assistant\): .* marks nothing of the turns"):
         parts(tokenizer, [*chat[:3], chat[3] | {"weight": 0}])
 

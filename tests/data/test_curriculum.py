@@ -40,7 +40,8 @@ def stream(tokenizer, files, *, rows=6, lag=0, limit=64, sources=(), **curriculu
 
 
 class Training:
-    """Plays the loop's part: draws batches `lag` steps ahead, and lets samples pass at the rates RATES."""
+    """Stands in for the training loop: draws batches `lag` steps ahead, and reports the pass rates RATES to the
+    curriculum."""
 
     def __init__(self, made: PromptStream, lag: int = 0):
         self.stream, self.lag = made, lag
@@ -109,7 +110,8 @@ def test_looking_at_newer_or_older_results_changes_no_draw(tokenizer, files):
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 def test_batches_of_a_large_pool_are_those_of_all_its_records_in_order(tokenizer, tmp_path, share):
-    """A draw sorts only the few oldest records of a pool, and the others only if those few are not enough."""
+    """A draw sorts only the few oldest records of a pool, and the other records only if the few oldest do not
+    suffice."""
     rows = [{"question": f"{'long ' * 20 if i % 3 else ''}{i}?", "answer": "1", "id": i} for i in range(300)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     made = stream(tokenizer, tmp_path, rows=4, lag=2, limit=40, hard_share=share)
@@ -173,7 +175,7 @@ def test_a_run_resumes_at_any_step_also_where_batches_in_flight_were_given_up(to
         if keep and state_of_last:
             again.stream.restore(state_of_last[-1])
             again.open = list(first.open)
-        else:  # a rescue saves this: the position after the last batch that was trained on
+        else:  # as the checkpoint of a failed run, which has the position after the last trained batch
             plain = Training(stream(tokenizer, files, rows=3, lag=lag, **settings), lag)
             states = []
             for step in range(saved_at):

@@ -74,7 +74,7 @@ def test_a_turn_is_what_the_template_writes_behind_the_models_words(tiny):
     dialogue = Dialogue(tiny)
     assert dialogue.encode("higher", "user", last=7) == tiny.encode("<end_of_turn>" + opening)
     assert dialogue.encode("higher", "user", last=tiny.turn_end_id) == tiny.encode(opening)
-    # A template without tools.
+    # This template has no role for tools, so an output is encoded as a user's turn.
     assert dialogue.encode("higher", "tool", last=7) == dialogue.encode("higher", "user", last=7)
 
 

@@ -1,4 +1,5 @@
-"""Facts: the corpus and the questions agree, questions are held out of training, first examples search and cite."""
+"""The task of facts: its corpus and questions agree, questions are held out of training, supervised examples search and
+cite."""
 
 import re
 
@@ -55,7 +56,7 @@ def test_more_questions_than_there_are_is_refused():
 
 
 def test_the_stream_is_a_fixed_function_of_split_index_and_seed():
-    # Literals: the sequence must never change, or checkpoints would resume on other data.
+    # The expected values are literals, because checkpoints would resume on other data if the sequence changed.
     first = GENERATOR.problem("train", 0, seed=1)
     assert first.question == "In which year was the bridge of Zanford built?" and first.answer == "1877"
     assert GENERATOR.problem("train", 0, seed=2) != first

@@ -148,7 +148,7 @@ def test_records_keep_their_other_fields_and_gsm8k_its_solution(tokenizer, file)
     batch = next(PromptStream.from_config(config, tokenizer, prompts_per_step=2, max_prompt_length=120))
     assert batch.fields["id"] == [0, 1]
     assert batch.fields["answer"] == ["0", "1"] and batch.fields["solution"] == ["#### 0", "#### 1"]
-    # The prompt has only words of the template and of the record.
+    # podrl's system prompt is missing: the prompt has only words of the template and of the record.
     assert "<reasoning>" not in batch.text[0] and "system_prompt" not in batch.fields
 
 

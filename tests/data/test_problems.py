@@ -50,7 +50,7 @@ def test_held_out_problems_share_no_key_with_training():
 
 
 def test_the_stream_is_a_fixed_function_of_split_index_and_seed():
-    # Literals: the sequence must never change, or checkpoints would resume on other data.
+    # The expected values are literals, because checkpoints would resume on other data if the sequence changed.
     assert GENERATOR.problem("train", 0).steps == ("37-29=8", "8+18=26", "26/2=13")
     assert GENERATOR.problem("train", 0).question.startswith("Ana starts with 37 eggs. She sells 29. She buys 18 more.")
     assert GENERATOR.problem("train", 5) == GENERATOR.problem("train", 5)

@@ -41,7 +41,7 @@ def test_a_question_is_trained_or_held_out_and_depends_on_the_seed_alone():
     assert all(one["question"].count("+") + one["question"].count("-") <= 2 for one in train)
     other = DataConfig(SUMS.path, arguments=SUMS.arguments, size=200, seed=4)
     assert split(other).parts[0].train[0] != train[0]
-    assert "reasoning_gym" not in sys.modules  # a process of its own writes the problems
+    assert "reasoning_gym" not in sys.modules  # another process writes the problems
 
 
 @needs
@@ -59,7 +59,8 @@ def test_a_stream_goes_on_where_it_was():
     assert of_set.text == held.text
 
 
-# Datasets whose problems hold tuples (arc_agi), keys or values that JSON lacks, or whose scorers raise errors.
+# Some of these datasets have problems with tuples (rearc), with keys or values that JSON lacks, or scorers that raise
+# errors.
 @needs
 @pytest.mark.parametrize("name", ["chain_sum", "knights_knaves", "prime_factorization", "rearc", "letter_counting"])
 def test_the_right_answer_scores_1_and_nonsense_0(name):

@@ -42,7 +42,7 @@ def test_jsonl(tmp_path):
 
 
 def test_csv_as_kaggle_writes_gsm8k(tmp_path):
-    # Quoted fields with commas, doubled quotes, line breaks, a byte-order mark, Windows line ends.
+    # The file has quoted fields with commas, doubled quotes and line breaks, a byte-order mark, and Windows line ends.
     text = 'question,answer\r\n"Two, and ""two""?","x\n#### 4"\r\né?,"#### 1,200"\r\n'
     (tmp_path / "main_train.csv").write_bytes(text.encode("utf-8-sig"))
     records = sources.read(str(tmp_path / "main_train.csv"), ASKS, check)
@@ -176,7 +176,7 @@ def test_tfds_is_read_without_tensorflow(tmp_path, tokenizer, monkeypatch):
 def test_tfds_names(monkeypatch):
     with pytest.raises(ValueError, match="tfds:gsm8k/train"):
         sources.read("tfds:gsm8k")
-    monkeypatch.setitem(sys.modules, "tensorflow_datasets", None)  # tests that it is not needed
+    monkeypatch.setitem(sys.modules, "tensorflow_datasets", None)  # as if it were not installed
     with pytest.raises(ImportError, match=r"\[tfds\]'"):
         sources.read("tfds:gsm8k/train")
 

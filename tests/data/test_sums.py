@@ -1,4 +1,5 @@
-"""Sums: right answers, a fixed stream, expressions held out of training, and examples whose tool part is given."""
+"""The task of sums: right answers, a fixed stream, expressions held out of training, and examples whose tool output is
+not learned."""
 
 import operator
 import re
@@ -53,7 +54,7 @@ def test_held_out_sums_share_no_expression_with_training():
 
 
 def test_the_stream_is_a_fixed_function_of_split_index_and_seed():
-    # Literals: the sequence must never change, or checkpoints would resume on other data.
+    # The expected values are literals, because checkpoints would resume on other data if the sequence changed.
     first = GENERATOR.problem("train", 0, seed=1)
     assert first.question == "Max has 5086 packs of 4778 eggs. How many eggs does Max have now?"
     assert first.fields == {"question": first.question, "answer": "24300908", "expression": "5086*4778"}

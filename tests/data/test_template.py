@@ -1,4 +1,4 @@
-"""The reference prompt and GSM8K's answers."""
+"""podrl's default prompt, the completion that earns its rewards, and GSM8K's answers."""
 
 import json
 import pathlib

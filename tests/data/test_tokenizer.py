@@ -127,7 +127,7 @@ def test_a_special_token_without_an_embedding_is_refused_only_in_text(tmp_path):
     (tmp_path / "t" / "config.json").write_text(json.dumps({"text_config": {"vocab_size": 385}}))
     assert Tokenizer(tmp_path / "t").vocab_size == 385
     _with_added(tmp_path / "u", "<word>", special=False)
-    assert Tokenizer(tmp_path / "u").vocab_size == 385  # an ordinary token: the tokenizer is of another model
+    assert Tokenizer(tmp_path / "u").vocab_size == 385  # an ordinary token counts, although the model has no embedding
 
 
 def test_the_vocabulary_ends_after_the_largest_id(tmp_path):

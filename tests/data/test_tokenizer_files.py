@@ -52,7 +52,7 @@ _CALLS = (
 
 
 def _directory(where, *, begins=False, config=None, generation=None, template=None, change=None, model=None):
-    """Writes the files of a tokenizer of bytes with the special tokens of several families."""
+    """Writes the files of a byte-level tokenizer with the special tokens of several families."""
     tokenizer = tokenizers.Tokenizer(models.BPE({c: i for i, c in enumerate(pre_tokenizers.ByteLevel.alphabet())}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

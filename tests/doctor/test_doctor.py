@@ -23,7 +23,8 @@ def steps(run, first=1, last=99):
 
 
 def put(run, name, value, first, last=99):
-    """Changes one metric of some steps; `value` is the new number, or a function of the old one."""
+    """Changes one metric of the steps from `first` to `last`; `value` is the new number, or a function of the old
+    number."""
     for record in steps(run, first, last):
         record[name] = value(record.get(name)) if callable(value) else value
 
@@ -100,7 +101,8 @@ def forgets(run):
 
 
 def uneven(run):
-    """The longest sample of a batch has four times the mean length, and the update waits for it."""
+    """Plants a fault: from step 10 on the longest sample has four times the mean length, and the update waits for
+    samples."""
     put(run, "perf/waits_samples", 0.6, 1)
     put(run, "completion/length_mean", 8.0, 1)
     put(run, "completion/length_max", 16.0, 1, 9)
@@ -217,7 +219,7 @@ def test_the_page_has_every_row_of_the_table():
 
 
 def test_findings_name_the_settings_of_the_table_of_algorithms():
-    """The page of algorithms opens with a table of tasks; each of its settings is the advice of a finding."""
+    """docs/algorithms.md begins with a table of tasks; each setting in the table is the advice of a finding."""
     table = (ROOT / "docs" / "algorithms.md").read_text().split("\n\n")[1]
     keys = " ".join(row.key for row in CHECKS)
     settings = {re.sub("^grpo[.]", "SECTION.", key) for key in re.findall(r"--config\.((?:[a-z]+[.])[a-z_]+)", table)}

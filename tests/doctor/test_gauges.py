@@ -1,4 +1,4 @@
-"""perf/* on times worked by hand: shares add up, across restarts too."""
+"""The metrics perf/* on times worked by hand: the shares of the time add up to 1, also across restarts."""
 
 import json
 
@@ -61,7 +61,7 @@ def test_time_is_lost_by_kind_and_over_restarts():
 
 
 def test_what_comes_before_an_evaluation_is_no_restart():
-    """The evaluation before the first step records the first publish, during which pods compile."""
+    """The record of the evaluation before the first step includes the first publish, during which pods compile."""
     first = {"time/start-up": 4.0, "time/publish": 28.0, "time/evaluation": 8.0}
     later = {"time/publish": 1.0, "time/checkpoint": 2.0, "time/evaluation": 7.0}
     found = gauges(0.0, first=0.0, earlier=[first, STEP, later]).of_step(STEP, None, at=100.0)

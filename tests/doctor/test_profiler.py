@@ -12,7 +12,7 @@ from podrl.rundir.run import Run
 
 
 class Calls:
-    """Takes the place of jax's profiler, because a process can have only one profiler."""
+    """Stands in for jax's profiler and records its calls, because a process can have only one profiler."""
 
     def __init__(self, monkeypatch, error=None):
         self.made, self._error = [], error
@@ -61,7 +61,7 @@ def test_a_signal_asks_for_the_next_steps_of_all_processes(tmp_path, monkeypatch
         other = Profiler(str(tmp_path / "other"), "rollout 0")
         os.kill(os.getpid(), signal.SIGUSR2)
         for step in range(7, 12):
-            other.planned = run.profiler.decide(step)  # as the leader's message requests it
+            other.planned = run.profiler.decide(step)  # as the leader's message says
             run.profiler.after(step)
             other.after(step)
     mine, theirs = str(tmp_path / "run" / "profile" / "trainer_0"), str(tmp_path / "other" / "profile" / "rollout_0")

@@ -14,7 +14,8 @@ ACTED = {"turns": [{"by": "model"}, {"by": "tool"}, {"by": "model"}], "metrics":
 
 
 def healthy():
-    """Makes two samples of each of two prompts: (batch, columns of the trace); the last sample used a tool."""
+    """Makes two samples of each of two prompts; returns the batch and the columns of its trace. The last sample used a
+    tool."""
     length_P, length_B = np.array([2, 3], np.int32), np.array([6, 5, 7, 8], np.int32)
     place_BT, prompt_B = np.arange(8)[None], np.repeat(length_P, 2)
     mask_BT = ((place_BT >= prompt_B[:, None]) & (place_BT < length_B[:, None])).astype(np.float32)
@@ -45,7 +46,7 @@ def healthy():
 
 
 def diagnosed(folder, plant=lambda rollouts, columns: None, damage=False):
-    """Writes a recorded run with this trace, changed by `plant`; returns the findings."""
+    """Writes a recorded run whose trace is `healthy()` as `plant` changes it; returns the doctor's findings."""
     experience, columns = healthy()
     plant(experience.rollouts, columns)
     trainer_BT = columns.pop("trainer_logprob")
@@ -60,7 +61,7 @@ def diagnosed(folder, plant=lambda rollouts, columns: None, damage=False):
 
 
 def put(name, sample, token, value):
-    """Returns a function that changes one token's number."""
+    """Returns a function that sets the value of the column `name` at one token of one sample."""
 
     def plant(rollouts, columns):
         array = columns[name] if name in columns else getattr(rollouts, f"{name}_BT")

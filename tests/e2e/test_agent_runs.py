@@ -1,5 +1,5 @@
-"""An agent program that asks over HTTP is trained: the answers it got are in the samples; a killed run, or a run that
-loses a rollout host, begins its open episodes again and ends the same."""
+"""An agent program that calls the model over HTTP is trained: the answers that it received are in the samples. A killed
+run, or a run that loses a rollout host, begins its open episodes again and ends as an undisturbed run."""
 
 import collections
 import os

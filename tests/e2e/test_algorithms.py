@@ -28,7 +28,7 @@ VARIANTS = {
         *("--config.grpo.beta=0.1", "--config.grpo.kl_target=0.001", "--config.grpo.kl_horizon=50.0"),
         *("--config.grpo.num_iterations=2", "--config.grpo.max_staleness=1"),
     ),
-    # In windows, several versions of the weights sample one batch, including its greedy completions.
+    # With windows of 8 tokens, several versions of the weights sample one batch, including its greedy completions.
     "remax": (
         *("--config.algorithm=remax", "--config.grpo.kl_in_reward=0.02"),
         *("--config.grpo.max_staleness=2", "--config.rollout.window_tokens=8"),
@@ -78,8 +78,8 @@ def test_a_killed_run_ends_as_one_that_never_was(name, tmp_path):
         assert "actor/pg_loss" not in records[1] and "critic/vf_loss" in records[1]
         assert len({r["reward/kl_coef"] for r in records.values()}) > 2
     if name == "steered":
-        # The first step's KL compares the policy with itself and is below any target; later steps decide by measured
-        # KL.
+        # The first step begins with the reference's weights, so its KL is below the target and the coefficient falls.
+        # In later steps the measured KL decides.
         coefs = [records[step]["actor/kl_coef"] for step in (1, 2, 3, 4)]
         assert coefs[0] == 0.1 and len(set(coefs)) == 4
         assert all((b > a) == (records[i]["actor/kl"] > 0.001) for i, (a, b) in enumerate(itertools.pairwise(coefs), 1))

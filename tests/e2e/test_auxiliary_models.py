@@ -51,13 +51,14 @@ def auxiliary(scorer: pathlib.Path) -> tuple[str, ...]:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory, scorer):
-    """Finishes a run in one process, each of the four models on its own devices."""
+    """Runs a job in one process; the actor, the engine, the critic and the reward model have two devices each."""
     return run(tmp_path_factory.mktemp("alone") / "run", *auxiliary(scorer), *APART, *CURRICULUM, base=PPO)
 
 
 @pytest.mark.nightly("podrl/cluster", "podrl/rollout/clock.py")
 def test_by_the_wall_clock_with_the_reward_model_on_the_engines_devices(tmp_path, scorer):
-    """While the learner waits for the batch, the thread that launches dispatches scores samples between them."""
+    """While the learner waits for a batch, the thread that launches the engine's dispatches also runs the reward model,
+    between two dispatches."""
     more = ("--config.ppo.max_staleness=2", "--config.rollout.clock=wall", "--config.rollout.lanes=4", TWO_DEVICES)
     done = run(tmp_path / "run", *auxiliary(scorer), *more, base=PPO)
     records = [record for record in done.records() if "time/step" in record]

@@ -1,4 +1,4 @@
-"""A run skips prompts that are too long; a directory of another configuration is refused and left unchanged."""
+"""A run skips prompts that are too long; a run directory with another configuration is refused and left unchanged."""
 
 import json
 import pathlib
@@ -25,7 +25,8 @@ def write_jsonl(path: pathlib.Path, records) -> pathlib.Path:
 
 
 def test_a_few_records_some_of_them_too_long_train_without_them_and_without_an_evaluation(tmp_path):
-    """None of six questions is held out, and the question over the limit is counted."""
+    """All six questions are trained on, because eval_fraction is 0; each skip of the question that is too long is
+    counted."""
     long = {"question": "Tom counts his apples. " * 30 + "How many?", "answer": "3"}
     data = write_jsonl(tmp_path / "data.jsonl", [*QUESTIONS[:3], long, *QUESTIONS[3:5]])
     args = [f"--config.data.path={data}", "--config.data.system_prompt=", "--config.rollout.max_prompt_length=64"]

@@ -54,8 +54,8 @@ EXPECTED = {
 }
 
 
-# These failures differ from an exception only in the code that calls rewards, so only a change of that code tests
-# them. The exception is tested at every change.
+# The other failures differ from an exception only in the code that calls rewards, so their cases run only if that code
+# changes. The case of an exception runs at every change.
 CALLS = pytest.mark.nightly("podrl/rewards", "podrl/workers")
 
 

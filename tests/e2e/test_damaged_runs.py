@@ -70,7 +70,7 @@ def test_checkpoints_that_are_all_damaged_are_an_error_that_names_them_and_delet
 
 @pytest.fixture
 def small_disk(tmp_path) -> Iterator[pathlib.Path]:
-    """Mounts a file system of 24 MiB."""
+    """Mounts a file system of 24 MiB; yields its directory."""
     mount = tmp_path / "disk"
     mount.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(mount)]
@@ -106,7 +106,7 @@ def test_a_full_disk_does_not_stop_training_and_keeps_the_last_good_checkpoint(s
 
 
 def trained_steps_from_output(text: str) -> int:
-    """Reads the last step of each progress line."""
+    """Returns the largest step in the progress lines of a run's output."""
     return max(int(line.split()[1].partition("/")[0]) for line in text.splitlines() if line.startswith("step "))
 
 

@@ -34,7 +34,8 @@ _STALE = ("--config.grpo.max_staleness=3", "--config.rollout.window_tokens=8")
 
 
 def test_a_host_lost_for_good_two_that_join_and_one_that_is_stopped_leave_no_trace(tmp_path, monkeypatch):
-    """Staleness is 3; the stopped host is one of the job's own, and the hosts that joined go on without it."""
+    """The job starts two rollout hosts. One is killed, two others join, and then the second one gets SIGTERM and
+    leaves."""
     rewards = tmp_path / "rewards.py"
     rewards.write_text(_REWARDS)
     flags = (*_JOB, *_STALE, f"--config.reward.fns=('{rewards}:held',)")
@@ -68,7 +69,7 @@ def test_a_host_lost_for_good_two_that_join_and_one_that_is_stopped_leave_no_tra
     assert records[-1]["pod/hosts"] == 2 and sum(record["pod/taken_over"] for record in records) >= 1
 
 
-# The second trainer host waits for a file before it fetches the third step's batch, which the first host has by then.
+# Trainer 1 waits for the file `go` before it fetches the third step's batch, which trainer 0 has fetched by then.
 _LATE = """
 import os
 import pathlib
@@ -115,7 +116,7 @@ def test_a_host_lost_between_the_fetches_of_two_trainers_leaves_no_trace(tmp_pat
     run(tmp_path / "undisturbed" / "run", *flags)
     with job(tmp_path / "lost" / "run", *flags) as running:
         running.wait_for("the leader's fetch", (tmp_path / "lost" / "fetched").exists)
-        time.sleep(0.5)  # the others go on until they need the second trainer
+        time.sleep(0.5)  # the other processes go on until they need trainer 1
         os.kill(process(running.process.pid, 3), signal.SIGKILL)
         running.wait_for("the loss", lambda: "rollout 0 takes over prompts" in running.stderr)
         (tmp_path / "lost" / "go").touch()
@@ -152,7 +153,8 @@ get_config = runpy.run_path(BASE)["get_config"]
 
 
 def test_the_only_rollout_host_pauses_until_it_is_given_up_and_the_job_goes_on(tmp_path):
-    """When the host wakes up, its next message tells it that it was given up: it exits 42 and is started again."""
+    """When the host wakes up, it learns at its next message that the job has given it up: it exits with code 42 and is
+    started again."""
     (tmp_path / "impatient.py").write_text(f"BASE = {find_config('grpo_gemma.py')!r}\n{_IMPATIENT}")
     flags = ("--local_processes=2", "--topology=split", "--fake_devices=1", "--config=impatient.py", "--restarts=1")
     flags += ("--config.trainer.max_steps=4", "--config.eval.problems=0", "--config.log.stall_s=300")

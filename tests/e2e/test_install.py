@@ -1,4 +1,5 @@
-"""pip installs one top-level name that holds configurations and launch scripts, and it works from any directory."""
+"""pip installs one top-level package with the configurations and launch scripts in it; its commands work from any
+directory."""
 
 import os
 import pathlib
@@ -27,7 +28,7 @@ def run(*command, cwd, fails=False):
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory):
-    """Copies the sources that a build needs, because setuptools leaves files behind."""
+    """Copies the sources that a build needs, because setuptools would leave its own files in this checkout."""
     copy = tmp_path_factory.mktemp("copy") / "podrl"
     copy.mkdir()
     for name in ("podrl", "configs", "launch"):
@@ -51,7 +52,8 @@ def pip(python, command, *args, cwd):
 
 
 def environment(folder):
-    """Makes a virtual environment without podrl that shares this one's dependencies."""
+    """Makes a virtual environment without podrl that has this environment's other packages; returns its Python and
+    site-packages."""
     run(sys.executable, "-m", "venv", "--without-pip", folder, cwd=folder.parent)
     (site,) = folder.glob("lib/python*/site-packages")
     others = [path for path in sys.path if path.endswith("-packages")]

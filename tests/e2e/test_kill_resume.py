@@ -34,7 +34,8 @@ def killed(workdir: pathlib.Path, wait: Callable[[Job], None], *args: str) -> No
 
 
 def while_writing_a_checkpoint(after: int) -> Callable[[Job], None]:
-    """Waits for a checkpoint of a step beyond `after`, and stops the process before the checkpoint is finished."""
+    """Returns a function that waits until a run begins the checkpoint of a step after `after`, and stops it before the
+    checkpoint is finished."""
 
     def unfinished(started: Job) -> list[pathlib.Path]:
         root = started.workdir / "checkpoints"
@@ -81,11 +82,11 @@ def test_killed_before_the_first_checkpoint_between_two_during_one_and_before_th
         assert [name for name in os.listdir(workdir / "checkpoints") if not name.isdigit()] == []
 
 
-# tests/e2e/test_pods.py kills a pod whose sequences are cut along time.
+# Flags of runs with adapters, a batch in flight, and several updates per step.
 STALE_LORA = ("--config.grpo.max_staleness=1", "--config.model.lora.rank=4", "--config.trainer.learning_rate=2e-3")
 SEVERAL_UPDATES = (
     *("--config.grpo.num_iterations=2", "--config.trainer.mini_batch_size=2", "--config.trainer.schedule=cosine"),
-    "--config.trainer.max_steps=24",  # 4 updates a step
+    "--config.trainer.max_steps=24",  # counts updates; a step makes 4
     "--config.trainer.param_dtype=bfloat16",  # with a float32 master copy
 )
 

@@ -33,7 +33,8 @@ FLAGS = [flag for flag in SMALL if not flag.startswith("--config=")] + ["--fake_
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory) -> dict[str, pathlib.Path]:
-    """Runs fake pods with the same numbers of hosts and devices, by topology."""
+    """Runs pods of local processes with the same numbers of hosts and devices; returns their run directories by
+    topology."""
     folder = tmp_path_factory.mktemp("undisturbed")
     split = ("--config.roles.trainer.hosts=0-1", "--topology=split", "--local_processes=4", "--fake_devices=2")
     return {

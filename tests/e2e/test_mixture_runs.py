@@ -13,7 +13,7 @@ pytestmark = pytest.mark.e2e
 
 @pytest.mark.nightly("podrl/data/mixture.py", "podrl/data/pipeline.py")
 def test_a_mixture_killed_between_two_checkpoints_ends_as_an_undisturbed_run(tmp_path):
-    """tests/data/test_mixtures.py resumes a mixture at any batch."""
+    """Kills a whole job once; tests/data/test_mixtures.py resumes the order of the records at any batch."""
     rows = [{"task": f"Ann has {i} pens.{' She counts.' * (i % 9)}", "answer": f"{i}", "id": i} for i in range(40)]
     (tmp_path / "pens.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "mine.py").write_text(

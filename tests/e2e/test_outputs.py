@@ -124,7 +124,8 @@ def test_the_seconds_of_a_step_add_up(done):
     for record in read_jsonl(done.workdir / "metrics.jsonl"):
         if "time/step" in record:
             stages = {k: v for k, v in record.items() if k.startswith("time/")}
-            # The wait for the batch includes rewards; generation begins before this wait.
+            # These stages are no part of the sum: they lie within other stages, or, as generation does, begin before
+            # the step waits for its batch.
             within = {f"time/{part}" for part in ("step", "rollout", "prefill", "decode", "planning", "reward")}
             known = [v for k, v in stages.items() if k not in within]
             assert stages["time/prefill"] + stages["time/decode"] < stages["time/rollout"]

@@ -19,7 +19,8 @@ FOUR = ("--local_processes=4", "--fake_devices=1", "--config=noted.py", "--confi
 FOUR += ("--config.log.trace=off",)  # trainer 0 receives traced batches whole
 STALE = ("--config.grpo.max_staleness=1",)
 
-# The shipped configuration. Every process also notes each answer that it gets from another process.
+# The configuration grpo_gemma.py, with which every process also writes down each answer that it gets from another
+# process.
 _NOTED = """
 import json
 import os
@@ -75,7 +76,7 @@ def runs(tmp_path_factory) -> list[pathlib.Path]:
 
 
 def _notes(directory: pathlib.Path, host: int) -> dict[tuple[str, int], list[dict]]:
-    """Lists what a host received, by kind and step."""
+    """Lists the answers that a host received from other hosts, by kind and step."""
     notes = collections.defaultdict(list)
     for line in (directory / f"traffic{host}.jsonl").read_text().splitlines():
         note = json.loads(line)
@@ -103,7 +104,7 @@ def test_a_trainer_host_receives_the_samples_it_trains_on_and_no_others(stalenes
             assert mine[0] == tokens
             continue
         assert mine[0] == tokens - mine[1], (step, mine, tokens)
-        assert received[0]["whole", step] and ("whole", step) not in received[1]  # for samples.jsonl
+        assert received[0]["whole", step] and ("whole", step) not in received[1]  # trainer 0 writes samples.jsonl
         bytes_ = [
             total + sum(n["bytes"] for n in notes["rows", step]) for total, notes in zip(bytes_, received, strict=True)
         ]

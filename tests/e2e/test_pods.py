@@ -1,4 +1,4 @@
-"""Fake pods of several processes train as one process does, also if a process of the pod dies."""
+"""Pods of several processes on this machine train as one process does, even if a process of the pod dies."""
 
 import contextlib
 import functools
@@ -58,7 +58,7 @@ PODS = {
     ),
     "split, 4 hosts": ("--local_processes=4", "--topology=split"),
 }
-# Pods that train in every CI run; the others train only when the code that places their arrays has changed.
+# Pods that train in every CI run; the other pods of PODS train only if the code at the paths of MESHES has changed.
 EVERY_TIME = ("shared, 2 hosts", "split, 4 hosts")
 MESHES = pytest.mark.nightly("podrl/mesh", "podrl/transfer", "podrl/runtime/roles.py")
 SPLIT = PODS["split, 4 hosts"]
@@ -96,7 +96,8 @@ def process(parent: int, index: int) -> int:
 
 
 def alone_and_killed(folder: pathlib.Path, args: tuple[str, ...]) -> tuple[list[dict], Job]:
-    """Runs a job in one process, and in a split pod that is killed after step 3 and resumed: (records, pod)."""
+    """Runs a job in one process, and in a split pod that is killed after step 3 and resumed; returns the records of the
+    process, and the resumed pod."""
     lone = on_any_mesh(run(folder / "alone" / "run", *args).workdir)
     with job(folder / "pod" / "run", *SPLIT, *args) as running:
         running.wait_for_step(3)
@@ -147,7 +148,8 @@ def test_merged_adapters_reach_the_rollouts_of_a_pod(tmp_path, topology):
     finished = run(tmp_path / "run", *pod, *lora)
     records = [record for record in comparable(finished.workdir) if "sampler/abs_diff" in record]
     assert len(records) == 6
-    # From the second step on the adapters have an effect: the trainer's policy must equal the one that sampled.
+    # From the second step on the adapters change the output, so the trainer's policy must equal the policy that
+    # sampled.
     assert all(record["sampler/abs_diff"] < 1e-5 for record in records), records
 
 
@@ -221,8 +223,8 @@ def in_order(records: list[dict]) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def stopping(tmp_path_factory) -> Callable[[str], pathlib.Path]:
-    """Returns a function that runs a pod of two hosts with a topology. The rollout host evaluates; the pod is killed
-    and started again."""
+    """Returns a function that runs a pod of two hosts in a topology, kills it after step 3 and resumes it. The rollout
+    host evaluates."""
 
     @functools.cache
     def once(topology: str) -> pathlib.Path:
@@ -240,12 +242,12 @@ def stopping(tmp_path_factory) -> Callable[[str], pathlib.Path]:
 @pytest.mark.nightly("podrl/learner/evaluations", "podrl/learner/evaluate.py")
 @pytest.mark.parametrize("topology", ["shared", "split"])
 def test_the_evaluations_of_a_pod_are_those_of_one_process(stopping, evaluated, topology):
-    """The pod was killed and started again; eval.sets have different sizes."""
+    """The pod was killed after step 3 and resumed; the sets of eval.sets have different sizes."""
     ours, theirs = on_any_mesh(stopping(topology)), on_any_mesh(evaluated)
     for mine, other in zip(ours, theirs, strict=True):
         assert mine == pytest.approx(other, rel=1e-3, abs=1e-5), mine["step"]
     assert [r["step"] for r in theirs if "eval/few/records" in r] == [0, 4, 6]
-    for step in (0, 6):  # the final table compares the records of these two one by one
+    for step in (0, 6):  # the final table compares these two evaluations record by record
         mine, other = (
             json.loads((run / f"evaluations/{step}.json").read_text()) for run in (stopping(topology), evaluated)
         )
@@ -279,7 +281,7 @@ def test_trainer_hosts_steer_the_kl_alike_and_choose_the_same_prompts(tmp_path):
     weights of the tokens are the same as in one process.
     """
     steered = ("--config.grpo.beta=0.1", "--config.grpo.kl_target=0.001", "--config.grpo.kl_horizon=50.0")
-    steered += ("--config.trainer.max_steps=16", "--config.eval.problems=0")  # updates: four steps
+    steered += ("--config.trainer.max_steps=16", "--config.eval.problems=0")  # counts updates; a step makes four
     steered += (*CURRICULUM, "--config.model.lora.rank=4", "--config.grpo.max_staleness=1")
     steered += ("--config.trainer.mini_batch_size=2", "--config.grpo.num_iterations=2", "--config.log.trace=updates")
     lone, again = alone_and_killed(tmp_path, steered)
@@ -340,7 +342,7 @@ def test_a_replica_of_two_hosts_ends_and_another_joins(tmp_path, alone, monkeypa
 
 # For each start of the pod: the step after which a process gets a signal, the signal, and the host of the process
 # (None is the launcher). Two steps follow the last signal, so that the run does not end before the signal comes.
-# test_failing_pods.py kills the other trainer.
+# test_failing_pods.py kills trainer 1.
 SIGNALS = ((1, signal.SIGTERM, None), (3, signal.SIGKILL, None), (3, signal.SIGKILL, 0), (4, signal.SIGKILL, 3))
 
 
@@ -413,7 +415,8 @@ def test_ctrl_c_on_a_pod_saves_and_leaves_nobody_behind(tmp_path):
     ],
 )
 def test_a_failing_reward_on_a_rollout_host_saves_what_was_trained(tmp_path, good, step):
-    """The first evaluation calls the reward twice, and each of the two steps once. The last evaluation follows."""
+    """The first evaluation makes two calls of the reward, each of the two steps one, then the last evaluation more. The
+    first `good` calls succeed, so the run is saved after `step`."""
     rewards = tmp_path / "rewards.py"
     rewards.write_text(
         "import pathlib\n"

@@ -45,8 +45,8 @@ def test_a_changed_setting_trains_on_the_same_samples(recorded, tmp_path):
     before, now = (trace.read_step(tmp_path / "kept" / name, 3) for name in ("unchanged", "changed"))
     trained = before.tokens["trained"] > 0
     assert trained.sum() > 0 and before.tokens["clipped"].mean() < now.tokens["clipped"].mean() <= 0.5
-    # The first pass clips nothing. The second pass clips nearly every token that it would push further, so these tokens
-    # keep half of their weight.
+    # The first of two passes clips nothing. The second clips nearly every token that it would push further, so these
+    # tokens keep half of their weight.
     clipped = now.tokens["clipped"] == 0.5
     np.testing.assert_allclose(now.tokens["weight"][clipped], before.tokens["advantage"][clipped] / 2, rtol=1e-5)
     row = next(

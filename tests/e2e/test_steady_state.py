@@ -52,7 +52,7 @@ LONG = [f"Ana buys {n} books and {n + 1} pens. " + "Then she loses 2 pens. " * 3
 PROMPTS = [*SHORT, *LONG, *SHORT[:2], *LONG[:2], *LONG, *SHORT]
 
 
-# The code named here asks for the programs. A landing that changes it also runs the cases with this mark.
+# The code at these paths decides which programs are compiled. Cases with this mark run only if it changes.
 UPDATES = pytest.mark.nightly("podrl/trainer", "podrl/cluster", "podrl/learner/grpo.py", "podrl/engine/engine.py")
 
 

@@ -24,7 +24,8 @@ def base(name):
     return (f"--config={name}_tiny.py", *SMALL, f"--config.{name}.batch_size=8")
 
 
-# A pod distributes the answers of both algorithms as it distributes samples (tests/e2e/test_pods.py).
+# Tests with this mark run only if this code changes. Otherwise tests/e2e/test_pods.py suffices: a pod distributes the
+# data's answers as it distributes samples.
 OF_ANSWERS = pytest.mark.nightly("podrl/learner/answers")
 
 

@@ -1,4 +1,5 @@
-"""A model learns to ask a calculator: its words, the tool's answers, and its progress within a few steps."""
+"""A model learns to call a calculator: the words of the model, the answers of the tool, and progress within a few
+steps."""
 
 import json
 import re
@@ -63,20 +64,20 @@ def test_calls_are_answered_by_the_calculator(done):
         assert all(turn["versions"][0] >= 0 for turn in sample["turns"] if turn["by"] == "model")
 
 
-# The first steps of the same run over MCP.
+# The run of the fixture `done`, only four steps, and with the calculator over MCP.
 OVER_MCP = ("--config=grpo_tools.py:mcp", *SHORT, "--config.trainer.max_steps=4", "--config.eval.problems=1")
 
 OVER_HTTP = pytest.mark.nightly("podrl/environments/servers.py", "podrl/environments/mcp_worker.py")
 
 
 def served(kind, port):
-    """The calculator as a server on a port of this machine."""
+    """Serves the calculator over the MCP transport `kind` on a port of this machine."""
     command = [sys.executable, "-m", "podrl.environments.calculator_server", f"--transport={kind}", f"--port={port}"]
     return serving(command, port, environment())
 
 
 def steps_of(workdir):
-    """Returns the first four training records and their samples."""
+    """Returns the training records of the first four steps and their samples."""
     records = [record for record in comparable(workdir) if "actor/grad_norm" in record][:4]
     trained = [{name: value for name, value in one.items() if not name.startswith("eval/")} for one in records]
     return trained, [sample for sample in samples(workdir) if sample["step"] <= 4 and "reward" in sample]
@@ -84,7 +85,7 @@ def steps_of(workdir):
 
 @pytest.fixture(scope="module")
 def pod(tmp_path_factory):
-    """The run on two hosts: one trains, the other samples and calls tools."""
+    """Runs the job over MCP on two hosts: one trains, the other samples and calls the calculator."""
     pytest.importorskip("mcp")
     two = ("--local_processes=2", "--fake_devices=1")
     return run(tmp_path_factory.mktemp("pod") / "run", *two, base=OVER_MCP)

@@ -1,4 +1,5 @@
-"""Runs by the wall clock keep their promises: in a pod with adapters, in a replica of two hosts, and with ReMax."""
+"""With `rollout.clock='wall'`, runs train on each prompt once and on no token that is too old: a pod with adapters, a
+replica of two hosts, ReMax."""
 
 import os
 import signal
@@ -31,7 +32,7 @@ def test_a_pod_with_adapters_that_loses_a_host_keeps_what_is_promised(tmp_path):
 
 @pytest.mark.nightly("podrl/cluster/replica.py", "podrl/rollout/group_player.py", "podrl/learner/pods")
 def test_two_hosts_that_hold_a_copy_of_the_weights_keep_what_is_promised(tmp_path):
-    """The first host decides when samples rest, and the second makes the same calls."""
+    """The replica's first host decides when samples pause, and the second host makes the same calls of the engine."""
     replica = ("--local_processes=3", "--topology=split", "--config.roles.trainer.hosts=0", "--fake_devices=1")
     replica += ("--config.roles.trainer.mesh=data=1", "--config.roles.rollout.mesh=tensor=2")
     finished = run(tmp_path / "run", *replica, *_SLOW, f"--config.grpo.max_staleness={S}", "--config.eval.problems=0")

@@ -1,4 +1,4 @@
-"""The tiny engine and its fixtures, as tests/tiny_engine.py makes them."""
+"""Fixtures of the tiny engine that tests/tiny_engine.py makes."""
 
 from tiny_engine import check, policy, prompts_of, tight, tight_config, tiny, tiny_on
 

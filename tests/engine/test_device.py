@@ -1,4 +1,4 @@
-"""A host that repeats the calls of a session has the session's state, bit for bit."""
+"""A host that repeats the calls of another host's session gets the same state of the device, bit for bit."""
 
 import jax
 import numpy as np
@@ -12,7 +12,7 @@ from podrl.types import Policy
 
 
 def sent(name, args):
-    """Returns a call as another process receives it."""
+    """Returns the name and the arguments of a call as another process receives them."""
     arrays = {str(i): arg for i, arg in enumerate(args) if isinstance(arg, np.ndarray)}
     plain = [None if isinstance(arg, np.ndarray) else arg for arg in args]
     arrived = decode(encode(Message({"call": name, "args": plain}, arrays)))
@@ -20,7 +20,8 @@ def sent(name, args):
 
 
 def played(session, rng):
-    """Plays more samples than the pool holds, with turns like a tool's; returns the tokens of every sample."""
+    """Plays more samples than the pool holds; some pause at stop tokens and get further tokens, as from a tool. Returns
+    the tokens of every sample."""
     tracks, openings = [], [Opening(stop_ids=(7, 8, 9, 10), max_new=12)] * 4
     for i in range(12):
         prompt = rng.integers(6, 300, rng.integers(1, 21)).astype(np.int32)

@@ -23,7 +23,8 @@ CONFIG = RolloutConfig(
 )
 SMALL = {"vocab_size": 300, "num_layers": 2, "model_dim": 16, "ffn_dim": 16, "window": 6}
 
-# The cases differ in shapes and meshes only. So slow cases, too, are compiled with least effort, in half the time.
+# Every case needs programs of its own, so slow cases are compiled without optimisations, too, which takes half the
+# time.
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 FORMS = pytest.mark.nightly("podrl/engine", "podrl/rollout", "podrl/models")
 
@@ -48,7 +49,8 @@ def test_head_sizes(tiny_on, check, prompts_of, heads, kv_heads, head_dim):
 
 
 def test_bfloat16(tiny_on, check, prompts_of):
-    """Compares weights, activations and caches in bfloat16 with a float32 forward pass of the same weights.
+    """Compares an engine with weights, activations and caches in bfloat16 with a float32 forward pass of the same
+    weights.
 
     A log-probability may differ by a few bfloat16 steps (1/256) of the logits, which lie between -4 and 4.
     """
@@ -84,7 +86,7 @@ def test_more_layers_than_are_unrolled(tiny_on, check, prompts_of):
     ],
 )
 def test_meshes(tiny_on, check, prompts_of, mesh, layers):
-    """Covers unrolled and scanned layers, with weights cut over tensor, fsdp and both."""
+    """Covers unrolled and scanned layers, with weights sharded over tensor, over fsdp and over both."""
     model = gemma2_config(num_heads=4, num_kv_heads=2, head_dim=8, **{**SMALL, "num_layers": layers})
     devices = int(np.prod([int(part.split("=")[1]) for part in mesh.split(",")]))
     generate(tiny_on(mesh, devices, model), check, prompts_of)

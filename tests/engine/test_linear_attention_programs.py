@@ -52,4 +52,4 @@ def test_no_step_of_decoding_copies_the_states(layers, parts):
         array = re.escape(f"f32[{','.join(map(str, memory.sharding.shard_shape(memory.shape)))}]")
         assert re.search(rf"= {array}\S* fusion\(|= {array}\S* dynamic-update-slice\(", text)
         assert not re.search(rf"= {array}\S* copy\(", text)
-        assert memory.sharding.shard_shape(memory.shape)[2] == memory.shape[2] // parts  # each device has its heads
+        assert memory.sharding.shard_shape(memory.shape)[2] == memory.shape[2] // parts  # each device has its own heads

@@ -9,7 +9,7 @@ LANE_S = 0.01  # seconds per lane; a dispatch of 8 samples takes 8 times as long
 
 
 class World:
-    """A device, environments and a clock: answers come one after the other, each after `answer_s`."""
+    """Simulates a device, environments and a clock: answers come one after the other, each after `answer_s` seconds."""
 
     flying, took, planned, crowded = 8, [8 * LANE_S, 20 * LANE_S], [LANE_S / 16], False
 
@@ -31,7 +31,8 @@ class World:
         return
 
     def dispatches(self, count, paused):
-        """Runs dispatches with `paused` pauses in each; returns those that were read before the next launch."""
+        """Runs `count` dispatches, in each of which `paused` samples pause; returns the numbers of the dispatches that
+        were read before the next launch."""
         first = []
         for number in range(count):
             if self.pace.read_first():
@@ -62,7 +63,7 @@ def test_lanes_that_others_wait_for_are_given_again_before_the_next_dispatch():
     world.planned = [LANE_S / 16]
     for _ in range(8):
         world.pace.read(8, 0, 0)
-    assert not world.pace.refills()  # no lane became free for long
+    assert not world.pace.refills()  # no lane has become free for eight dispatches
     world.pace.read(8, 0, 8)
     assert world.pace.refills()
     world.planned, world.flying = [0.0], 0

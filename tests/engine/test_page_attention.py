@@ -30,7 +30,8 @@ LAYERS, PAGES, KEYS, TOKENS, WIDTH, GROUP = 2, 60, 2, 64, 128, 4
 
 
 def reads_of(members: int = 4) -> attention.ReadList:
-    """Makes six lanes: 0, 1 and 4 share a long prompt, 2 has half a page, 3 is empty, 5 has only its own pages."""
+    """Returns the read list of six lanes: 0, 1 and 4 share a long prompt, 2 has half a page, 3 is empty, 5 has only its
+    own pages."""
     free = iter(range(PAGES))
 
     def pages(start: int, tokens: int) -> list[Page]:
@@ -65,7 +66,7 @@ def test_equals_the_form_of_xla(dtype: str, tolerance: float, softcap: float, wi
     normal = lambda *shape: jax.random.normal(next(draw), shape)  # noqa: E731
     q_RNH = (normal(6, KEYS * GROUP, WIDTH) * WIDTH**-0.5).astype(dtype)
     pools = [normal(LAYERS, PAGES, KEYS, TOKENS, WIDTH).astype(dtype) for _ in range(2)]
-    unread = np.asarray([p for p in range(PAGES) if p not in used and p > 0])  # XLA reads page 0 at empty places
+    unread = np.asarray([p for p in range(PAGES) if p not in used and p > 0])  # XLA reads page 0 for empty entries
     recent = attention.PartialSoftmax(
         normal(6, KEYS, GROUP), 1 + normal(6, KEYS, GROUP) ** 2, normal(6, KEYS, GROUP, WIDTH)
     )
@@ -94,8 +95,8 @@ def test_pages_must_fill_tiles_and_the_list_must_fit():
 
 
 def test_the_kernel_decodes_where_it_pays_and_fits():
-    """For v4, the compiler refused 64 members of 8 heads of 256, which need 17.8 of 16 MiB, and accepted 16 members.
-    For v5p it accepted both."""
+    """For v4, the compiler refused 64 members per read with 8 heads of width 256, which need 17.8 of the 16 MiB of
+    VMEM, and accepted 16 members. For v5p it accepted both."""
 
     def decodes(kind: str, heads: int = 8, members: int = 16, page_tokens: int = 64, tensor: int = 1, lanes: int = 64):
         devices = np.array([types.SimpleNamespace(device_kind=kind)] * tensor, object)
@@ -118,7 +119,7 @@ def _engine(topology: str, spec: str, **how: bool) -> tuple[Engine, dict]:
     model = gemma2_config(
         vocab_size=512, num_layers=2, model_dim=256, ffn_dim=512, num_heads=8, num_kv_heads=4, head_dim=128, window=64
     )
-    # Pools of 268 MB per chip; the compiler may keep smaller pools in near memory.
+    # Pools of 268 MB per chip, because the compiler may keep smaller pools in VMEM.
     config = RolloutConfig(max_prompt_length=128, max_tokens_to_generate=3968, kv_cache_size=4096, lanes=128)
     shape = engine_shape(config, mesh.shape["data"] * mesh.shape["fsdp"])
     engine = Engine(model, mesh, shape, jnp.dtype("bfloat16"), **how)
@@ -127,7 +128,8 @@ def _engine(topology: str, spec: str, **how: bool) -> tuple[Engine, dict]:
 
 
 def test_gpus_decode_with_their_kernel():
-    """GPUs from Ampere on use their kernel if pages and heads are powers of two; Pallas compiles it for GPUs."""
+    """GPUs from Ampere on use the Pallas kernel for GPUs if the sizes of pages and heads are powers of two; the kernel
+    compiles."""
 
     def decodes(generation: str, wanted: bool | None = None, width: int = WIDTH) -> bool:
         device = types.SimpleNamespace(device_kind="a GPU", platform="gpu", compute_capability=generation)

@@ -27,7 +27,7 @@ def lanes(count: int, sampling: Sampling, seed: int = 0) -> LaneSampling:
 
 
 def distribution(logits_V: np.ndarray, sampling: Sampling) -> np.ndarray:
-    """Computes the distribution that `Sampling` describes, from a sort, in float64."""
+    """Computes the distribution that `Sampling` describes by sorting the tokens, in float64."""
     if sampling.temperature == 0:
         return np.eye(len(logits_V))[np.argmax(logits_V)]
     logits_V = logits_V.astype(np.float64) / sampling.temperature
@@ -161,7 +161,8 @@ def test_a_lane_does_not_depend_on_the_filters_of_its_neighbours(sampling):
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("where", ["first", "middle", "last", "all"])
 def test_no_distribution_is_a_failure_of_that_lane_alone(sampling, value, where):
-    """No token outside the vocabulary is drawn, although its size is not a multiple of the search's block size."""
+    """No token outside the vocabulary is drawn, although the sampler searches in blocks that do not divide the
+    vocabulary."""
     logits_RV = np.random.default_rng(2).normal(size=(4, 300)).astype(np.float32)
     good = _draw(jnp.asarray(logits_RV), lanes(4, sampling), jnp.zeros(4, jnp.int32), jnp.ones(4, bool))
     logits_RV[1, {"first": 0, "middle": 260, "last": 299, "all": slice(None)}[where]] = value

@@ -71,7 +71,8 @@ class Device:
                     self.spilled.discard(store.key)
 
     def remember(self, plan) -> None:
-        """Records what places hold after a plan's prefills, feeds and copies; checks the places that these read."""
+        """Records whose linear-attention memory each place holds after a plan's prefills, feeds and copies; checks that
+        each of these steps reads the memory of its own sample."""
         nowhere = self.shape.lanes + self.shape.slots
         for prompt, shard, _, place in plan.prefills:
             assert self.shape.lanes <= place < nowhere
@@ -230,7 +231,8 @@ def test_the_youngest_is_spilled_and_its_results_are_awaited():
 
 @pytest.mark.parametrize(("calls", "made"), [((), 24), (((8, 4),), 6)])
 def test_rows_of_prefill_calls_are_filled_with_the_prompts_that_come_next(calls, made):
-    """Each of two shards with one lane gets 24 prompts of one sample. A call with rows takes four prompts per shard."""
+    """Each of two shards with one lane gets 24 prompts with one sample each. A prefill call with rows takes four
+    prompts per shard."""
     shape = PoolShape(2, 1, 20, 8, 4, 2, 20, calls)
     scheduler = Scheduler(shape)
     wanted = dict.fromkeys(range(48), 4)
@@ -240,7 +242,7 @@ def test_rows_of_prefill_calls_are_filled_with_the_prompts_that_come_next(calls,
     assert sum(map(sum, device.prefills)) == 48
     rows = calls[0][1] if calls else 1
     assert sum(-(-max(counts) // rows) for counts in device.prefills) in range(made, made + 2)
-    assert device.order == list(range(48))  # in the order of their arrival: a prefilled sample does not overtake
+    assert device.order == list(range(48))  # in the order of arrival, also if prefilled ahead
 
 
 @pytest.mark.parametrize("calls", [(), ((16, 8),)])

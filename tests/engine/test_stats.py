@@ -1,4 +1,5 @@
-"""Seconds of prefill and of decoding are told apart, on sessions with given times, and on the engine."""
+"""The meter separates seconds of prefill from seconds of decoding, on simulated sessions with known times and on the
+engine."""
 
 import pytest
 
@@ -8,7 +9,7 @@ STEP_S, CALL_S, HOST_S = 0.01, 0.3, 0.05
 
 
 class Device:
-    """A device that runs programs in order, beside the host; `now` is the host's clock."""
+    """Simulates a device that runs programs in order while the host goes on; `now` is the host's clock."""
 
     def __init__(self):
         self.now = self.done = 0.0

@@ -44,7 +44,7 @@ def alphabet_of(byte: int) -> str:
 
 
 def byte_fallback(characters: str) -> Tokenizer:
-    """Makes tokens of characters, and `<0xE4>` and the like for missing ones, as in Gemma and Llama 2."""
+    """Makes tokens of characters, and byte tokens such as `<0xE4>` for missing characters, as in Gemma and Llama 2."""
     pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *sorted(set(characters))]
     vocab = {piece: i for i, piece in enumerate(pieces)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>", fuse_unk=True))

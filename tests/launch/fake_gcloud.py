@@ -1,4 +1,4 @@
-"""A gcloud that records its calls and runs the given commands on N workers, each a local home directory.
+"""A stand-in for gcloud: records its calls, and runs the commands for N workers in N directories of this machine.
 
 In the directory FAKE_TPU_ROOT, calls are appended to `calls.jsonl`, and `w0`, `w1`, ... are the workers' homes; a
 folder named after a TPU holds the homes of that TPU's workers. The metadata server of worker N answers under

@@ -38,7 +38,7 @@ def pods(document: dict) -> list[dict[str, str]]:
                         assert match, path
                         value = labels[match[1]]
                     else:
-                        # Only variables before this one in the list are expanded.
+                        # Only variables earlier in the list are expanded.
                         value = re.sub(r"\$\((\w+)\)", lambda m, e=environment: e[m[1]], variable["value"])
                     environment[variable["name"]] = value
                 found.append(environment)

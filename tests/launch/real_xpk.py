@@ -20,7 +20,7 @@ def program() -> pathlib.Path:
 
 
 def interpreter() -> pathlib.Path:
-    """Returns the interpreter that has xpk's modules; skips the test as `program` does."""
+    """Returns the Python interpreter that has xpk's modules; skips the test if xpk is not installed."""
     return program().parent / "python"
 
 

@@ -20,7 +20,8 @@ GEMMA, PLACES = (
 
 
 def test_launchers_know_the_models_and_tasks_that_come_with_podrl():
-    """A name on this list is not refused as a relative path. launch/ does not import podrl, so it has its own list."""
+    """A model or task on the launchers' list is not refused as a relative path. launch/ does not import podrl, so it
+    has its own list."""
     assert sorted(submission._SHIPPED) == sorted([*hub.EMBEDDED, SCRATCH, *EMBEDDED])
 
 
@@ -91,7 +92,7 @@ def test_a_configuration_file_of_this_machine_is_refused(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text("def get_config():\n    return {}\n")
     with pytest.raises(ValueError, match=r"--config=mine\.py is a file on this machine"):
         submission.check_job("mine.py", [], {})
-    submission.check_job(str(tmp_path / "mine.py"), [], {})  # an absolute path is a path in the image
+    submission.check_job(str(tmp_path / "mine.py"), [], {})  # an absolute path is taken as a path in the image
 
 
 def test_the_launchers_ask(capsys):
@@ -134,7 +135,8 @@ def test_a_check_of_flags_that_does_not_end_is_left_to_the_hosts(monkeypatch, ca
 
 
 def test_the_commands_of_the_page_write_both_manifests(capsys):
-    """The page's plan compiles for minutes, so tests/plan covers plans. Here its machines must be the job's."""
+    """The page's command podrl.plan would compile for minutes, so this test only checks that its machines are those of
+    the job."""
     page = (pathlib.Path(__file__).parents[2] / "docs" / "clusters.md").read_text()
     block = page.partition("## Qwen 3 8B on v5p")[2].partition("```bash\n")[2].partition("```")[0]
     plan, *launchers = (shlex.split(line) for line in block.replace("\\\n", " ").splitlines())

@@ -1,4 +1,5 @@
-"""A user's code on its way to the hosts: which files are sent, under which name, and what relative paths then mean."""
+"""A user's code that launch/ sends to the hosts: which files it sends, under which name, and what relative paths then
+mean."""
 
 import hashlib
 import io
@@ -80,7 +81,7 @@ def test_histories_caches_and_runs_stay_here(project):
     # `out` is a run directory, which may have any name.
     write(project, dict.fromkeys((*here, "out/metrics.jsonl", "out/checkpoints/1/x.txt"), "x"))
     assert names(submission.read_code(project)) == before
-    write(project, {"mine/runs/__init__.py": ""})  # but a package of that name is code
+    write(project, {"mine/runs/__init__.py": ""})  # a package called runs is code
     assert names(submission.read_code(project)) == {*before, "mine/runs/__init__.py"}
 
 
@@ -216,7 +217,7 @@ def test_directories_that_are_no_code_are_refused(project, tmp_path, monkeypatch
     ],
 )
 def test_relative_paths_lie_in_the_code(project, config, extra, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # files here do not matter
+    monkeypatch.chdir(tmp_path)  # relative paths are looked up in the code, not here
     submission.check_job(config, extra, {}, code=submission.read_code(project))
 
 
@@ -263,7 +264,8 @@ def test_a_configuration_file_goes_along_with_what_it_names(project, tmp_path, m
 
 
 def _fake_gcloud(folder: pathlib.Path, monkeypatch) -> pathlib.Path:
-    """Puts a gcloud on PATH that stores the content for each URL; returns the storage directory."""
+    """Puts a stand-in for gcloud on PATH that stores what is copied to a URL as a file; returns the folder of these
+    files."""
     kept = folder / "kept"
     kept.mkdir()
     program = folder / "gcloud"
@@ -303,7 +305,7 @@ def test_the_launchers_send_it_and_say_so(project, tmp_path, monkeypatch, capfd)
 
 
 def _sent(code: submission.Code, folder: pathlib.Path) -> str:
-    """Puts the archive at the path where a host looks for it."""
+    """Writes the archive to the file from which a host unpacks it; returns the file's path."""
     file = folder / code.url("run").rpartition("/")[2]
     file.write_bytes(code.archive)
     return str(file)

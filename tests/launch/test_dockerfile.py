@@ -60,7 +60,7 @@ def test_packages_come_from_the_lock_file_alone():
     for install in installs:
         assert all(flag in install for flag in ("--require-hashes", "--only-binary=:all:", "--no-cache-dir"))
         assert install.count("-r ") == 1
-    # What has no wheel is built by the setuptools that the first command installs.
+    # Packages without a wheel are built by the setuptools that the first command installs.
     assert '-r "/locks/${LOCK}"' in installs[0] and "setuptools" in locked(arguments()["LOCK"])
     assert "--no-build-isolation -r /locks/all.txt" in installs[1] and arguments()["LOCK"] in LOCKS
     named = set(re.findall(r"LOCK=(\S+)", TEXT)) | set(re.findall(r"requirements\S*\.lock", TEXT)) - {

@@ -140,7 +140,8 @@ def test_command_and_environment_reach_the_container():
 
 
 def check_schema(document: dict) -> None:
-    """Parses the manifest with the published models of JobSet and Kubernetes, which drop unknown fields."""
+    """Parses the manifest with the published models of JobSet and Kubernetes and asserts that they drop no field as
+    unknown."""
     models = pytest.importorskip("kubeflow_trainer_api.models", reason="pip install kubeflow-trainer-api==2.3.0")
     read = models.JobsetV1alpha2JobSet.from_dict(document)
     assert read.to_dict() == document

@@ -36,7 +36,7 @@ def added(runs: dict, *flags: str) -> dict:
 def test_added_pods_are_those_of_the_job_and_join_its_trainer():
     flags = ("--env=WANDB_API_KEY=w4ndb", "--env=A=b", "--service_account=s", "--", "--config.trainer.max_steps=3")
     document = added(running(*flags), "--slices=3")
-    runs = jobset("--name=run1", *flags, channel="run1-channel-abc123")  # before the queue changed it
+    runs = jobset("--name=run1", *flags, channel="run1-channel-abc123")  # before the queue changed the JobSet
     theirs, mine = (job(each, "rollout")["template"]["spec"]["template"] for each in (runs, document))
     (other,), (container,) = theirs["spec"].pop("containers"), mine["spec"].pop("containers")
     assert container.pop("command") == [*other.pop("command"), f"--join={CHANNEL}"]
@@ -95,7 +95,8 @@ def test_hosts_that_end_are_restarted_and_a_job_that_is_gone_is_given_up():
 
 @pytest.fixture
 def kubectl(tmp_path, monkeypatch):
-    """Makes a kubectl that returns the running set, and records its calls and the applied manifests."""
+    """Puts a stand-in for kubectl on PATH that returns the running JobSet and records its calls and the applied
+    manifests."""
     (tmp_path / "runs.json").write_text(json.dumps(running("--env=WANDB_API_KEY=w4ndb")))
     program = tmp_path / "kubectl"
     program.write_text(

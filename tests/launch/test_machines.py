@@ -64,7 +64,7 @@ def test_machines_xpk_does_not_know(spec):
         _ = machines.parse_slices(spec, "--machine").xpk_type
 
 
-# Every TPU slice that xpk knows, by xpk's name.
+# This program prints every TPU slice that xpk knows, by xpk's name.
 TABLE = """
 import json
 from xpk.core.system_characteristics import UserFacingNameToSystemCharacteristics as table

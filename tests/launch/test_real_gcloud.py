@@ -87,7 +87,7 @@ class Service(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def tpu_vm(tmp_path):
-    """Runs tpu_vm.sh from a small checkout."""
+    """Yields a function that runs tpu_vm.sh from a small checkout."""
     checkout = tmp_path / "checkout"
     (checkout / "podrl").mkdir(parents=True)
     (checkout / "podrl" / "launch.py").write_text(PROGRAM)

@@ -1,4 +1,4 @@
-"""tpu_vm.sh against a gcloud on PATH that records its calls and runs the commands for N workers on this machine."""
+"""tpu_vm.sh with a stand-in for gcloud that records its calls and runs the commands of N workers on this machine."""
 
 import hashlib
 import http.server
@@ -31,8 +31,8 @@ pytestmark = pytest.mark.nightly(  # the workers have only these files of podrl
 REPOSITORY = pathlib.Path(__file__).parents[2]
 SCRIPT = REPOSITORY / "launch" / "tpu_vm.sh"
 
-# The workers run this program instead of training. It prints the place in the cluster that podrl detects, and then
-# obeys its arguments.
+# The workers run this program instead of training. It prints the rank and the addresses that podrl detects, and then
+# does what its arguments say.
 PROGRAM = """
 import faulthandler, json, os, pathlib, signal, sys, time
 from podrl.runtime import detect
@@ -75,8 +75,8 @@ class Metadata(http.server.BaseHTTPRequestHandler):
 
 
 class Pod:
-    """A fake TPU VM of N workers, with a checkout of launch/ and podrl's detection, and a gcloud that reaches the
-    workers."""
+    """Stands in for a TPU VM of N workers: their directories, a checkout of launch/ and podrl's detection, and a
+    stand-in for gcloud."""
 
     def __init__(self, root: pathlib.Path, workers: int, checkout: pathlib.Path | None = None):
         self.root, self.checkout = root, checkout or root / "checkout"
@@ -513,7 +513,7 @@ def test_everything_that_is_installed_is_pinned_by_its_hash():
     lines = [line for line in lines if not line.lstrip().startswith("#")]
     found = [line for line in lines if re.search(r"\binstall\b.* -r |\"\$\{install\[@\]\}\"|--user", line)]
     assert len(found) == 4 and all("--require-hashes --only-binary=:all:" in line for line in found), found
-    # The other lines only name the pip in use, or call our own action.
+    # The other lines only fill the array `install` with the command of the pip in use.
     others = [line for line in lines if re.search(r"\bpip\b.*\binstall\b", line) and line not in found]
     assert len(others) == 2 and all(re.search(r"install(\+)?=\(", line) for line in others), others
     pinned = (REPOSITORY / "launch" / "uv.lock").read_text().splitlines()[1:]

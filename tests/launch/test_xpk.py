@@ -1,4 +1,4 @@
-"""launch.xpk builds commands for xpk; the real xpk 1.16 reads them where it is installed."""
+"""launch.xpk builds commands for xpk; if xpk 1.16 is installed, the real xpk reads them."""
 
 import os
 import pathlib
@@ -70,7 +70,7 @@ def test_a_further_workload_joins_one_that_trains(capsys):
     printed = capsys.readouterr().out
     (written,) = re.findall(r"gcloud storage cp - \\?\s*(gs://\S+)|$", printed)[:1]
     assert f"with --join=run1 --env=PODRL_SECRET_FILE={written}" in printed.splitlines()[-1]
-    assert printed.splitlines()[-1].startswith("#")  # the lines before are shell commands
+    assert printed.splitlines()[-1].startswith("#")  # the earlier lines are shell commands
     assert xpk.main([*FLAGS, *IMAGE, *JOIN, "--dry_run", *job]) == 0
     assert "openssl" not in capsys.readouterr().out  # the further workload gets no new secret
 
@@ -190,7 +190,7 @@ spec:
 
 
 def check_restarts(document: dict) -> None:
-    """Checks which ends of a pod restart the set, and which restarts count."""
+    """Checks which exit codes of a pod restart the JobSet, and which restarts count towards its limit."""
     uncounted = "RestartJobSetAndIgnoreMaxRestarts"
     actions = {code: jobset_failures.action(document, "slice-job", code) for code in (1, 2, 42, 75, 134, 137, 139, 143)}
     assert {code for code in actions if actions[code] == uncounted} == {75}
@@ -235,8 +235,8 @@ def test_a_dry_run_writes_the_manifest_that_is_submitted(tmp_path, monkeypatch, 
 
 
 def test_xpk_submits_a_jobset_in_which_restarts_after_a_preemption_are_not_counted(tmp_path, monkeypatch, capfd):
-    """xpk starts kubectl through a shell, which finds our kubectl. Ours adds the rules to the JobSet and hands it to
-    the real kubectl."""
+    """xpk starts kubectl through a shell, which finds the kubectl of launch.xpk first. It adds the rules to the JobSet
+    and hands the JobSet to the real kubectl."""
     source, manifest, applied = (tmp_path / name for name in ("source.yaml", "written.yaml", "applied.yaml"))
     source.write_text(XPKS_JOBSET)
     for name, text in (
@@ -254,7 +254,8 @@ def test_xpk_submits_a_jobset_in_which_restarts_after_a_preemption_are_not_count
     check_restarts(document)
     assert document["spec"]["failurePolicy"]["maxRestarts"] == 50
     assert "count towards" not in capfd.readouterr().err
-    # Manifests of other kinds, and several in one file, are applied as they are; a JobSet that never comes is noticed.
+    # Manifests of other kinds, and files with several manifests, are applied unchanged; podrl then warns that all
+    # restarts count.
     (tmp_path / "calls").unlink()
     source.write_text(others := "kind: ConfigMap\n---\nkind: JobSet\n")
     assert xpk.main([*FLAGS, *IMAGE]) == 0 and applied.read_text() == others
@@ -282,7 +283,7 @@ def test_xpk_submits_a_jobset_in_which_restarts_after_a_preemption_are_not_count
 def test_a_missing_program_or_package_is_named_before_anything_is_written(
     pathways, lacks, message, tmp_path, monkeypatch, capfd
 ):
-    """Pathways jobs get no rules, so they need no pyyaml."""
+    """Pathways jobs get no failure rules, so they need no pyyaml."""
     for name in {"xpk", "gcloud", "kubectl"} - {lacks}:
         (tmp_path / name).write_text(f"#!/bin/sh\necho {name} >>{tmp_path}/calls\n")
         (tmp_path / name).chmod(0o755)

@@ -1,4 +1,4 @@
-"""The bound on device programs in flight."""
+"""Backlog bounds the number of device programs in flight."""
 
 import jax
 
@@ -6,7 +6,7 @@ from podrl.mesh.backlog import Backlog
 
 
 class Result:
-    """Arrays that are still being computed; they record waits for them."""
+    """Stands in for the arrays of a program in flight; it records that somebody waits for them."""
 
     def __init__(self, number: int, waited: list[int]):
         self._number, self._waited = number, waited

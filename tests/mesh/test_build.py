@@ -10,7 +10,7 @@ from podrl.mesh.build import check_decodes, describe_mesh, make_mesh, parse_mesh
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """A device with the attributes that the mesh builder reads."""
+    """Stands in for a device; it has only the attributes that the mesh builder reads."""
 
     process_index: int
     id: int
@@ -69,7 +69,8 @@ def test_devices_are_sorted_by_process_then_id():
 
 @dataclasses.dataclass(frozen=True)
 class PathwaysChip(Chip):
-    """A device behind the Pathways proxy: all its devices belong to process 0. Orbax reads the same attributes."""
+    """Stands in for a device behind the Pathways proxy, whose devices all belong to process 0. Orbax reads the same
+    attributes."""
 
     slice_index: int
     virtual_task_index: int
@@ -103,7 +104,7 @@ def test_error_has_the_numbers():
 def test_too_few_cpu_devices_say_how_to_fake_more():
     with pytest.raises(ValueError, match=r"needs 16 .*XLA_FLAGS=--xla_force_host_platform_device_count=16 before"):
         make_mesh("fsdp=4,tensor=4", jax.devices()[:8])
-    with pytest.raises(ValueError, match=r"\(-1 takes the rest\)\.$"):  # no advice: enough devices here, no CPUs below
+    with pytest.raises(ValueError, match=r"\(-1 takes the rest\)\.$"):  # enough CPU devices: no advice
         make_mesh("fsdp=2", jax.devices()[:3])
     with pytest.raises(ValueError, match=r"\(-1 takes the rest\)\.$"):
         make_mesh("fsdp=4", chips([0], 3))

@@ -1,4 +1,4 @@
-"""Logical axes on meshes."""
+"""The rules that map logical axes to mesh axes."""
 
 import dataclasses
 

@@ -21,7 +21,7 @@ def _inputs(B=2, T=37, N=4, K=2, H=8, seed=0):
     q_BTNH, k_BTKH, v_BTKH = (
         jax.random.normal(key, (B, T, heads, H)) for key, heads in zip(keys[:3], (N, K, K), strict=True)
     )
-    # Two segments and padding in row 0, one segment in the others.
+    # Row 0 has two segments and padding; the other rows have one segment each.
     segment_BT = np.ones((B, T), np.int32)
     segment_BT[0] = np.where(np.arange(T) < T // 3, 1, np.where(np.arange(T) < T - 4, 2, 0))
     return q_BTNH * H**-0.5, k_BTKH, v_BTKH, jnp.asarray(segment_BT)
@@ -73,7 +73,8 @@ def test_blockwise_equals_dense(block, softcap):
     _compare(_values_and_grads(run, inputs, WINDOWS), _dense(softcap, WINDOWS), inputs, atol=5e-6)
 
 
-# For each segment of a row: (its tokens, the segment that it continues or 0, tokens shared with its sequence).
+# For each segment of a row: (number of its tokens, number of the segment that it continues or 0, number of tokens of
+# that segment's sequence that it continues).
 TREES = (
     # Three segments that continue one segment, and a segment alone.
     [(9, 0, 0), (6, 1, 9), (4, 1, 9), (8, 1, 9), (10, 0, 0)],
@@ -92,7 +93,7 @@ def _paths(parts):
 
 
 def _shared(T=64):
-    """Packs `TREES`: (segment_BT, (last_BT, position_BT))."""
+    """Packs `TREES` into rows of T tokens; returns segment_BT, (last_BT, position_BT)."""
     segment_BT, last_BT, position_BT = (np.zeros((2, T), np.int32) for _ in range(3))
     for row, parts in enumerate(TREES):
         for number, (own, whole) in enumerate(_paths(parts), 1):
@@ -103,7 +104,7 @@ def _shared(T=64):
 
 @functools.cache
 def _one_by_one(windows):
-    """Computes attention over every sequence of `_shared` by itself."""
+    """Computes attention over each sequence of `TREES` separately, as the reference for `_shared`."""
     segment_BT, _ = _shared()
 
     def run(q_BTNH, k_BTKH, v_BTKH, window):

@@ -75,7 +75,8 @@ def test_a_header_that_does_not_describe_its_file_is_refused(tmp_path, case):
 
 
 def test_mutated_headers_are_refused_or_describe_every_byte(tmp_path):
-    """Changes some bytes in two thousand files: the arrays that are read cover the file, each byte once."""
+    """Changes some bytes in two thousand files: a file is refused, or its arrays cover the file's data, each byte
+    once."""
     draw, read = random.Random(7), 0
     for i in range(2000):
         data = bytearray(_write(tmp_path / "file", _GOOD).read_bytes())

@@ -1,4 +1,4 @@
-"""The decoder against committed logits of transformers, and its properties."""
+"""Compares the decoder with logits of transformers, which are committed as fixtures, and checks its properties."""
 
 import dataclasses
 import functools
@@ -270,7 +270,7 @@ def test_offloading_needs_a_host_memory(params, tokens_BT):
 
 
 def test_embedding_rows_reach_their_shards_by_an_exchange(capfd):
-    """XLA warns if it can only convert a sharding through the whole array."""
+    """XLA prints a warning if it can convert a sharding only by gathering the whole array; it must print none here."""
     mesh = build.make_mesh("data=2,fsdp=2,tensor=2", jax.devices())
     params = parameters.abstract_params(CONFIG, mesh, jnp.dtype("float32"))
     tokens_BT = jax.ShapeDtypeStruct((8, 20), jnp.int32, sharding=rules.sharding_for(("batch", "time"), (8, 20), mesh))

@@ -1,4 +1,5 @@
-"""Linear attention: chunks of packed rows equal single tokens. Also a model that has it, adapters and refusals."""
+"""Linear attention: packed rows computed in chunks equal rows computed token by token; a model with such layers;
+adapters; refusals."""
 
 import dataclasses
 import json
@@ -23,7 +24,8 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 N, H, U = 2, 6, 5
 step = jax.jit(delta.step)
 over_rows = jax.jit(delta.over_rows)  # saves a minute: without jit, operations compile one by one for each shape
-# (tokens, number of the segment it continues or 0): prompts with samples, sequences alone, padding after them.
+# For each segment (number of its tokens, number of the segment that it continues or 0): prompts with samples, separate
+# sequences, then padding.
 ROWS = (
     ((7, 0), (9, 1), (2, 1), (1, 1), (5, 0), (3, 0), (6, 6)),
     ((3, 0), (17, 0), (1, 2), (4, 2), (1, 0), (1, 5), (1, 5)),
@@ -125,7 +127,7 @@ def model():
 
 
 def with_adapters(**settings):
-    """Reads the model with adapters in its linear attention, and gives them values that have an effect."""
+    """Reads the model with adapters in its linear attention, and draws random values for the adapters."""
     fresh = from_pretrained(QWEN3_5, lora=LoraConfig(rank=2, alpha=4.0, pattern="in_proj_.*|out_proj", **settings))
 
     def grow(path, x):
@@ -221,7 +223,7 @@ def test_every_mesh_without_seq_computes_what_one_device_does(model, mesh):
     params = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), model.params, shapes)
     np.testing.assert_allclose(jax.jit(output, static_argnums=1)(params, mesh), output(model.params, None), atol=1e-4)
     (value, grads), (want, wanted) = run(params, mesh), run(model.params, None)
-    assert value == pytest.approx(float(want), abs=1e-2)  # a sum of 1,024 sines
+    assert value == pytest.approx(float(want), abs=1e-2)  # the value is a sum of 1,024 sines
     # With rms_norm_eps=1e-6, float32 itself differs by 2e-4 from float64.
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-3 * float(jnp.max(jnp.abs(y)))), grads, wanted)
 

@@ -401,7 +401,8 @@ def test_the_published_fields_of_qwen35_without_experts_are_read(name):
 
 def test_a_changed_field_of_a_qwen35_without_experts_is_honoured_or_refused():
     same = changed_without_effect(QWEN35_DENSE["qwen3.5-27b"])
-    # layer_types overrides the interval. The fields of experts and windows mean nothing in a model without them.
+    # layer_types overrides full_attention_interval. The fields of experts and windows mean nothing in a model without
+    # experts and windows.
     experts = {"decoder_sparse_step", "num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"}
     windows = {"max_window_layers", "use_sliding_window", "sliding_window"}
     assert same <= experts | windows | {"full_attention_interval", "shared_expert_intermediate_size"}, same
@@ -505,7 +506,7 @@ def test_the_published_fields_of_olmo3_are_read():
     assert config_from_hf({k: v for k, v in OLMO3_7B.items() if k != "layer_types"}) == config
     written = config_to_hf(config)
     assert config_from_hf(written) == config
-    # A release of transformers reads one of the two spellings.
+    # A release of transformers reads only one of the two spellings of the rope's fields.
     spelled = {"rope_parameters": written["rope_parameters"]}
     plain = {k: v for k, v in OLMO3_7B.items() if not k.startswith("rope_")}
     assert config_from_hf(plain | spelled) == config and config_from_hf(OLMO3_7B | spelled) == config
@@ -905,7 +906,7 @@ def test_a_directory_without_a_readable_config_is_refused(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "billions"),
-    [  # as published: 2.61, 9.24, 27.2, 8.03, 70.6, 405.9, 8.19
+    [  # published numbers, in billions: 2.61, 9.24, 27.2, 8.03, 70.6, 405.9, 8.19
         ("gemma2-2b", 2.614),
         ("gemma2-9b", 9.242),
         ("gemma2-27b", 27.227),

@@ -27,7 +27,7 @@ def trees_equal(a, b):
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    """Copies a fixture, so that it may be damaged."""
+    """Copies the fixture `llama`; tests damage the copy."""
     return pathlib.Path(shutil.copytree(FIXTURES / "llama", tmp_path / "llama"))
 
 
@@ -285,7 +285,7 @@ def test_the_model_object():
 def test_a_tokenizer_of_another_model_is_refused():
     config = from_pretrained(FIXTURES / "llama").config
     check_vocab(config, 24)
-    check_vocab(config, 20)  # padded embeddings
+    check_vocab(config, 20)  # the model's embeddings are padded
     for size in (25, 12):
         with pytest.raises(ValueError, match=f"tokenizer has {size} ids and the model 24 embeddings"):
             check_vocab(config, size)

@@ -35,7 +35,7 @@ def hidden(params, config, tokens_BT, **how):
 
 
 def pattern(model, kind_L):
-    """Returns the configuration with the kinds of layers in another order."""
+    """Returns the model's configuration with layers of the kinds `kind_L`."""
     rows = [model.config.kind_L.index(kind) for kind in kind_L]
     per_layer = {
         name: tuple(getattr(model.config, name)[i] for i in rows)
@@ -155,7 +155,7 @@ def test_projections_of_every_kind_are_stored_as_integers(directory):
     rounded = from_pretrained(directory, lora=LoraConfig(rank=2, base_dtype="int8"))
     for stack in rounded.params["layers"].values():
         assert stack["q"].dtype == jnp.int8 and stack["q_scale"].dtype == jnp.float32
-        assert "down_lora_a" in stack  # also beside experts
+        assert "down_lora_a" in stack  # the dense MLP beside experts has adapters, too
     specs = parameters.param_specs(rounded.config)
     shapes = jax.tree.map(lambda p: p.shape, specs, is_leaf=parameters.is_param)
     assert shapes == jax.tree.map(lambda a: a.shape, rounded.params)

@@ -24,7 +24,7 @@ def _tokens():
 
 
 def busy(model: Decoder) -> Decoder:
-    """Makes the same model with adapters that have an effect."""
+    """Returns the model with random adapters, which change its output."""
     layers = dict(model.params["layers"])
     for i, name in enumerate(sorted(n for n in layers if n.endswith("_lora_b"))):
         layers[name] = jax.random.normal(jax.random.key(i), layers[name].shape) * 0.1

@@ -98,7 +98,7 @@ def dense(layer, lora):
 
 
 def reference(x_XD, layer, experts, expert_Xk):
-    """Computes every expert for every token in float64, with the weights of the definition: 0 if not chosen."""
+    """Computes every expert for every token in float64, with weight 0 for experts that are not chosen."""
     bias = lambda name: layer.get(name, 0.0)  # noqa: E731
     silu = lambda a: a / (1 + jnp.exp(-a))  # noqa: E731
     logit_XE = x_XD @ layer["router"] + bias("router_bias")
@@ -148,7 +148,7 @@ def test_values_and_gradients_are_those_of_all_experts_in_float64(variant):
     check_against_reference(config_with(**VARIANTS[variant]), 30, seed=len(variant))
 
 
-@pytest.mark.parametrize("scale", [1.0, 30.0])  # with the second scale most gates and ups are beyond their bounds
+@pytest.mark.parametrize("scale", [1.0, 30.0])  # at scale 30 most gate and up values are clipped
 def test_biases_and_the_bounded_activation(scale):
     layer = random_layer(OSS)
     layer["expert_in"] *= scale
@@ -211,7 +211,7 @@ def test_the_use_of_experts_is_counted_in_the_layer_where_it_is_least_even():
     measure = lambda route, real: [float(x) for x in moe.use_of_experts(jnp.asarray(route), real[None], experts)]  # noqa: E731
     np.testing.assert_allclose(measure(route_LBTk, real), [8, 0], atol=1e-6)
     np.testing.assert_allclose(measure(route_LBTk[:1], real), [2, 1], atol=1e-6)
-    half_Xk = np.arange(16).reshape(8, 2) % 4 + 1  # half of the experts: log 4 is the mean of log 2 and log 8
+    half_Xk = np.arange(16).reshape(8, 2) % 4 + 1  # 4 of 8 experts: log 4 is half-way from log 2 to log 8
     np.testing.assert_allclose(measure(half_Xk[None, None], real[:8]), [4, 0.5], atol=1e-6)
     unknown = np.full((1, 1, 10, 2), moe.UNKNOWN)
     assert np.isfinite(measure(unknown, real)).all() and measure(unknown, real)[0] == 0
@@ -233,7 +233,7 @@ def test_given_routes_are_taken_and_unknown_ones_chosen():
     def loss(router):
         return jnp.sum(moe.feed_forward(x_BTD, {**layer, "router": router}, 0, config, route_BTk=given_BTk)[0] ** 2)
 
-    assert np.abs(jax.grad(loss)(layer["router"])).max() > 1e-3  # the gate still gets gradients under replay
+    assert np.abs(jax.grad(loss)(layer["router"])).max() > 1e-3  # the router gets gradients for given routes, too
 
 
 def test_no_token_is_dropped_when_all_choose_the_same_experts():
@@ -258,7 +258,7 @@ def test_tokens_that_nobody_reads_cost_no_rows_and_change_no_other():
     grads, (out_BTD, route_BTk) = jax.grad(loss, argnums=(0, 1), has_aux=True)(layer, x_BTD, real_BT)
     whole_BTD, own_BTk = moe.feed_forward(x_BTD, layer, 0, config)
     np.testing.assert_allclose(out_BTD, jnp.where(real_BT[..., None], whole_BTD, 0), atol=1e-6)
-    np.testing.assert_array_equal(route_BTk, own_BTk)  # recorded for all tokens
+    np.testing.assert_array_equal(route_BTk, own_BTk)  # padding's routes are recorded, too
     of_real = jax.grad(lambda layer, x: loss(layer, x[real_BT][None], None)[0], argnums=(0, 1))(layer, x_BTD)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * max(1, np.abs(b).max())), grads, of_real)
 
@@ -291,7 +291,7 @@ SPREAD = ("expert=4,fsdp=2", "expert=2,fsdp=2,tensor=2", "data=2,expert=2,seq=2"
         ("fsdp=2,seq=2,tensor=2", OSS),
         ("expert=2,fsdp=2,tensor=2", dataclasses.replace(OSS, lora=ADAPTERS)),
         ("expert=2,fsdp=2,tensor=2", config_with(lora=FOUR_BITS)),
-        ("data=1,fsdp=2,tensor=4", config_with(lora=FOUR_BITS, ffn_dim=192)),  # three groups of 64 rows on four devices
+        ("data=1,fsdp=2,tensor=4", config_with(lora=FOUR_BITS, ffn_dim=192)),  # 3 groups of scales, 4 devices
     ],
     ids=lambda part: part if isinstance(part, str) else f"{part.family}{part.lora.base_dtype}",
 )
@@ -482,7 +482,7 @@ def test_the_kernels_compile_for_tpu_without_a_copy_of_the_weights(monkeypatch):
 
     decoded = jax.jit(decode).lower(stack, of(32, 1, 512), of(kind=jnp.int32)).compile()
     assert decoded.as_text().count("tpu_custom_call") >= 3
-    assert decoded.memory_analysis().temp_size_in_bytes < 2 * math.prod(layer["expert_in"].shape)  # of one layer
+    assert decoded.memory_analysis().temp_size_in_bytes < 2 * math.prod(layer["expert_in"].shape)  # no copy of a layer
     jax.jit(jax.grad(loss, argnums=(0, 1))).lower(layer, of(1, 1024, 512)).compile()
 
 
@@ -516,4 +516,4 @@ def test_gradients_of_experts_are_scattered_and_not_summed_on_every_device(monke
             for dims in re.findall(r"\w+\[([\d,]+)\]", line.split("all-reduce(")[0])
         ]
         assert max(sizes) < own, line
-    assert len(re.findall(r" reduce-scatter\(", text)) >= 3  # both leaves of experts, and the outputs
+    assert len(re.findall(r" reduce-scatter\(", text)) >= 3  # of both expert matrices, and of outputs

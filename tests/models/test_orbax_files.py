@@ -133,7 +133,7 @@ def test_a_truncated_leaf_is_named(big):
     os.truncate(file, file.stat().st_size // 2)
     with pytest.raises(ValueError, match=r"Leaf [a-z/_]+ of the Orbax checkpoint .*params cannot be read: .* again"):
         from_pretrained(big)
-    gc.collect()  # warnings about unfinished reads come here
+    gc.collect()  # raises the warnings about unfinished reads in this test
 
 
 @pytest.mark.parametrize(("layout", "devices"), [("data=1", 1), ("fsdp=2,tensor=2", 4), ("data=8", 8)])

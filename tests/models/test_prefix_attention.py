@@ -19,7 +19,8 @@ from podrl.plan.chips import parse_topology, prepare
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the extra [tpu]")
 
-# For each segment of a row: (its tokens, the segment that it continues or 0[, tokens shared with its sequence]).
+# For each segment of a row: (number of its tokens, number of the segment that it continues or 0[, number of tokens of
+# that segment's sequence that it continues; by default all]).
 ROWS = (
     ((150, 0), (60, 1), (131, 1), (1, 1), (30, 0)),  # one prompt with three samples, and a separate sequence
     # A tree of two levels. Padding follows; it fills a whole tile if rows have 512 tokens.
@@ -28,7 +29,7 @@ ROWS = (
 
 
 def layout(T, rows=ROWS):
-    """Packs rows: (segment_BT, (last_BT, position_BT))."""
+    """Packs `rows` into rows of T tokens; returns segment_BT, (last_BT, position_BT)."""
     segment_BT, last_BT, position_BT = np.zeros((3, len(rows), T), np.int32)
     for row, parts in enumerate(rows):
         at, paths = 0, [np.zeros(0, np.int64)]  # for each segment: indices of its tokens, and of its whole sequence
@@ -48,8 +49,8 @@ def qkv(T, N, K, H, dtype, B=2):
 
 
 def values_and_grads(run, arrays, segment_BT, windows):
-    """Computes, for every window, the outputs of real tokens and the gradients by unscaled queries, keys and values;
-    returns all in float32."""
+    """Computes, for every window, the outputs of real tokens and the gradients with respect to unscaled queries, keys
+    and values; returns all in float32."""
     real_BT = (segment_BT > 0)[:, :, None, None]
 
     def total(q_BTNH, k_BTKH, v_BTKH, window):

@@ -91,7 +91,8 @@ QWEN3_5_EXPERTS = {
     "shared_expert_intermediate_size": 10,
 }
 
-# Windows on every other layer, sinks, biases everywhere; gates and ups beyond the bounds of the activation are likely.
+# Windows on every other layer, sinks, biases everywhere; many gate and up values are beyond the bounds of the
+# activation.
 GPT_OSS = {
     "intermediate_size": 16,
     "sliding_window": 5,
@@ -159,7 +160,7 @@ CASES = [
     (
         "gemma4_one_layer_reuses_keys",
         "Gemma4TextConfig",
-        # Without per-layer embeddings, transformers 5.23 does not generate from such a model.
+        # Without per-layer embeddings, transformers 5.23 does not generate from a model in which one layer reuses keys.
         GEMMA4 | GEMMA4_SMALL | {"num_kv_shared_layers": 1, "attention_k_eq_v": True, "vocab_size_per_layer_input": 48},
     ),
     # A small epsilon lets the gated norms magnify rounding: transformers itself then differs by 2e-4 from float64.

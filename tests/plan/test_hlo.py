@@ -64,7 +64,8 @@ ENTRY %main (a: f32[8,16], b: f32[5,16,4]) -> f32[8,4] {
 def test_a_loop_counts_as_often_as_it_runs():
     cost = cost_of(TEXT.replace("LAST", "5"))
     assert cost.flops == 3 * 2 * 8 * 16 * 4
-    # The product reads all of x and one of five slices of w, and writes y. Permute and gather only move near memory.
+    # The product reads all of x and one of five slices of w, and writes y. The permute and the gather write to VMEM
+    # only, so they do not count.
     assert cost.bytes == pytest.approx(3 * (4 * (8 * 16 + 16 * 4 + 8 * 4)), abs=3 * 16)
     assert cost.collectives == (
         Collective("all-gather", 1, 4 * 4 * 4, False),
@@ -90,7 +91,7 @@ def test_loops_of_a_named_scope_run_as_often_as_the_caller_says():
 
 
 def test_what_a_nested_fusion_passes_on_is_read():
-    """The weight of a product comes through a fusion that only renames it."""
+    """A product reads its weight through an inner fusion that only passes the weight on."""
     nested = TEXT.replace(
         "%cut = f32[1,16,4]{2,1,0} dynamic-slice(%param_1.1, %zero, %zero, %zero), dynamic_slice_sizes={1,16,4}",
         "%cut = f32[5,16,4]{2,1,0} fusion(%param_1.1), kind=kLoop, calls=%same",
@@ -146,7 +147,7 @@ ENTRY %main (x: f32[4,8,16], w: f32[4,16,2]) -> f32[4,8,2] {
         # Two products over the lower triangle of 4 x 4 blocks, diagonal included: 10 of 16.
         ("splash_mha_fwd_segmented_residuals", "1,4,4", 2 * 2 * 2 * 8 * 512 * 512 * 64 * 10 / 16),
         ("splash_mha_dkv_segmented_no_residuals", "1,4,4", 2 * 4 * 2 * 8 * 512 * 512 * 64 * 10 / 16),
-        # A window: 2 blocks of each row are listed.
+        # With a window, the kernel's list has 2 blocks of each row.
         ("splash_mha_dq_segmented_no_residuals", "1,4,2", 2 * 3 * 2 * 8 * 512 * 512 * 64 / 2),
     ],
 )
@@ -292,7 +293,7 @@ def test_programs_of_tpu7x_read_slices_in_another_tiling_and_send_by_their_spars
     cost = cost_of(ON_SPARSE_CORES)
     layer = 64 * 128 * 4
     assert cost.by_kind() == {"all-reduce": {"count": 1, "bytes": 2 * 3 / 4 * layer}}
-    assert cost.read == 2 * layer + 4  # the slice of the weights, its number, and what is summed
+    assert cost.read == 2 * layer + 4  # the slice of the weights, its index, and the operand of the all-reduce
     later = (  # jax 0.11 writes this: the start has no operands yet
         "%asked = ((), (), s32[]) call-start(), to_apply=%called\n"
         "  %begun = ((f32[64,128]{1,0}), f32[64,128]{1,0}) call-update(%asked, %taken), to_apply=%called\n"

@@ -44,13 +44,14 @@ def compiler(monkeypatch: pytest.MonkeyPatch):
 
 
 def _measured(model: ModelConfig, *, sequences: int, **training: Any) -> tuple[CompileResult, float]:
-    """Compiles an update for four v5e chips: (its measurements, bytes per chip of its arguments that are on the host).
+    """Compiles an update for four v5e chips; returns its measurements, and the bytes per chip of its arguments on the
+    host.
 
-    A loop over several micro-batches counts as three.
+    A loop whose number of rounds is not in the program counts as three rounds.
 
     Args:
       model: the model.
-      sequences: sequences of the update.
+      sequences: number of sequences of the update.
       **training: fields of RLTrainingConfig.
     """
     machine = parse_topology("v5e:2x2", key="--trainer")

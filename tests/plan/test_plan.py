@@ -120,7 +120,7 @@ def test_programs_of_a_job_on_gpus_are_counted_on_cpu_devices_and_marked_so(gpus
     (step,) = training_programs(setting)
     lowered = step.lower()
     assert "stablehlo.while" in lowered.as_text()
-    # The state of the default job is counted as memory: weights and two moments in float32, on two devices.
+    # The memory of the default job includes weights and two moments in float32, spread over two devices.
     held = 12 * parameter_count(setting.model) / 2
     assert held < least_bytes("trainer", setting) < 20 * held
     assert least_trainer_seconds(setting) > 0
@@ -129,7 +129,7 @@ def test_programs_of_a_job_on_gpus_are_counted_on_cpu_devices_and_marked_so(gpus
 
 @pytest.mark.parametrize(("family", "shared"), [("qwen3_5", False), ("gemma2", True)])
 def test_batches_of_several_pieces_a_sample_are_planned_with_the_arrays_of_a_run(family, shared):
-    """Pieces share their beginnings. With linear attention they do not, and batches have no `last_BT`."""
+    """Pieces share their beginnings, except in models with linear attention, whose batches have no `last_BT`."""
     chips = parse_topology("h100:2", key="--trainer")
     config = launch.load_config(launch.find_config("ppo_gemma.py")).to_dict()
     config["model"] |= {"path": str(FIXTURES / family)}
@@ -177,9 +177,9 @@ def test_a_side_that_idles_most_of_a_step_is_told_how_to_split_the_chips():
     assert rebalanced(step, 1, 1) == (1, 1)
     report = PlanReport(None, measured, None, step, {}, [], [], chips=(8, 8))  # pyright: ignore[reportArgumentType]
     assert "trainer idles 86% of a step: of the 16 chips, about 2 for the trainer and 14 for the" in _advice(report)
-    assert not _advice(dataclasses.replace(report, chips=(0, 0)))  # both meshes on the same chips
+    assert not _advice(dataclasses.replace(report, chips=(0, 0)))  # trainer and rollout on the same chips
     even = predict([_program("trainer", 1, 1.0), _program("rollout", 1, 2.0)], 0.0, max_staleness=1, colocated=False)
-    assert not _advice(dataclasses.replace(report, prediction=even))  # idle for half of the step
+    assert not _advice(dataclasses.replace(report, prediction=even))  # a side idles for half of the step
 
 
 def test_a_search_prints_the_command_that_runs_what_it_found():
@@ -310,7 +310,7 @@ def test_what_the_compiler_asked_for():
         "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (22.50G) exceeds "
         "available HBM (15.75G)."
     )
-    assert _wanted_bytes(message) == (22.5 * GIB, True)  # without the arguments
+    assert _wanted_bytes(message) == (22.5 * GIB, True)  # True: the program's arguments come on top
     whole = (
         "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 18.50G of 15.75G hbm. Exceeded hbm capacity "
         "by 2.75G. Memory usage report: "
@@ -416,7 +416,7 @@ def test_what_does_not_fit_ends_with_1_and_a_knob_that_helps():
 @pytest.mark.nightly("podrl/plan", "podrl/models", "podrl/trainer", "podrl/engine/engine.py")
 @pytest.mark.slow
 def _setting(monkeypatch: pytest.MonkeyPatch, topology: str, **changes: dict) -> Setting:
-    """Makes the default job with some changed keys; trainer and rollout have a topology of this name each."""
+    """Returns the default job with some changed keys; trainer and rollout have a machine `topology` each."""
     env = dict(os.environ)
     prepare(env)
     for name, value in env.items():  # monkeypatch restores the variables that `prepare` sets
@@ -444,7 +444,8 @@ def test_rows_are_cut_along_time_where_they_are_fewer_than_chips(monkeypatch: py
 
 @needs_libtpu
 def test_experts_are_spread_over_an_axis_of_their_own(monkeypatch: pytest.MonkeyPatch):
-    """A search tries the axis only for models with experts; a chip then reads its own experts for all chips' lanes."""
+    """A search tries the axis `expert` only for models with experts. Each chip then reads only its own experts, for the
+    lanes of all chips."""
     sizes = {"model": {"path": "", "size": "qwen3-30b-a3b"}, "rollout": {"lanes": 64, "max_prompt_length": 64}}
     setting = _setting(monkeypatch, "v5p:2x2x2", **sizes)
     size = lambda group: parse_mesh(group.mesh)[AXES.index("expert")]  # noqa: E731
@@ -610,7 +611,7 @@ def test_two_slices_exchange_gradients_and_nothing_else():
 @pytest.mark.slow
 @needs_libtpu
 def test_a_search_settles_on_keys_that_fit():
-    # The configured mesh is for other machines; a search replaces it.
+    # The configured mesh does not fit this machine; a search replaces it.
     done = _plan("--trainer=v5e:2x2", "--search", "--quick", "--config.roles.trainer.mesh=fsdp=16")
     assert done.returncode == 0, done.stderr[-2000:]
     # With at least one row per chip there are 2 meshes x 3 policies for the trainer and 2 meshes for the rollout. All

@@ -28,7 +28,8 @@ KERNELS = ("prefix_attention_fwd", "prefix_attention_dq", "prefix_attention_dkv"
 
 
 def _update(topology: str, *, share: bool, spec: str = "fsdp=1", chips: int = 1) -> tuple[str, ProgramCost]:
-    """Compiles an update on one prompt's samples: (program text, cost per chip if all samples have full length)."""
+    """Compiles an update on one prompt's samples; returns the program's text, and its cost per chip if all samples have
+    full length."""
     machine = parse_topology(topology, key="--trainer")
     mesh = make_mesh(spec, machine.devices()[:chips])
     model = gemma2_config(

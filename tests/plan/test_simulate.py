@@ -1,4 +1,4 @@
-"""Simulated training steps, worked by hand, and their balance."""
+"""Simulated training steps worked by hand, and the split of chips that balances trainer and rollout."""
 
 import dataclasses
 import json
@@ -11,7 +11,7 @@ from podrl.plan.simulate import Load, Speeds, balance, read_lengths, simulate, w
 
 ROLLOUT = RolloutConfig(max_tokens_to_generate=1024, steps_per_dispatch=8, kv_cache_size=2048)
 SAME = np.array([100])
-# Prompts of 64 tokens; a prefill call takes 4 rows of 64 tokens, or 2 of 128, on each of 2 shards.
+# Prompts have 64 tokens. A prefill call takes 4 rows of 64 tokens, or 2 of 128, on each of 2 shards.
 LOAD = Load(ROLLOUT, lanes=8, shards=2, samples=16, group_size=4, prompt=64)
 
 
@@ -42,7 +42,8 @@ def test_a_tail_leaves_lanes_idle_and_windows_cut_it():
     lengths_N = np.clip(np.random.default_rng(0).lognormal(5.0, 0.9, 2048).astype(int), 1, 1024)
     one, two, three = (_step(lengths_N, staleness=S, lanes=8, update_s=0.0) for S in (1, 2, 3))
     assert one.lanes_busy < two.lanes_busy <= 1.0 and one.step_s > two.step_s > 0.0
-    # A window takes at least as many decode steps as its longest sample draws tokens in it.
+    # If no lane is ever idle, 16 samples of mean length take this time on 8 lanes; the samples that are drawn may be
+    # shorter.
     least = 0.01 * 16 * lengths_N.mean() / 8
     assert all(found.step_s > 0.8 * least for found in (one, two, three))
 
@@ -63,8 +64,8 @@ def test_a_window_takes_the_steps_of_its_longest_lanes():
 
     assert steps([[8]], lanes=1) == 8 and steps([[11, 3]], lanes=2) == 11, "a dispatch ends with its last sample"
     assert steps([[1, 0], [8]], lanes=1) == 9, "where nothing else runs the next one waits for nothing"
-    # The first of three lanes is free after one dispatch, which is read after the second dispatch is launched. With the
-    # initial estimate of 1 / 4, the mean of the shares is then 7 / 24 = 0.2917: above 0.29 the session reads the second
+    # The first of three lanes is free after one dispatch, which is read after the second dispatch is launched. The mean
+    # of the initial estimate 1 / 4 and the share 1 / 3 is then 7 / 24 = 0.2917: above 0.29 the session reads the second
     # dispatch at once and fills the second lane, and below 0.3 it does not.
     assert steps([[8, 16, 32], [16, 16]], lanes=3, waits=0.29) == 32
     assert steps([[8, 16, 32], [16, 16]], lanes=3, waits=0.3) == 40

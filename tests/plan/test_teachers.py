@@ -39,7 +39,8 @@ def teacher(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.
 def _setting(
     teacher: pathlib.Path | None, topology: str = "v5e:2x2", *, offload: str = "none", **grpo: object
 ) -> Setting:
-    """Makes the default job, which trains all parameters: with the teacher if there is one, else on rewards."""
+    """Returns the default job, in which all parameters are trained, with the teacher if there is one, else on rewards
+    only."""
     chips = parse_topology(topology, key="--trainer")
     config = launch.load_config(launch.find_config("grpo_gemma.py")).to_dict()
     config["grpo"] |= grpo | {"beta": 0.0}
@@ -133,7 +134,8 @@ def test_every_form_compiles_for_tpus_and_its_operations_are_counted(teacher, to
     passes = compared.flops + read["sampled"]["old log-probabilities"].flops
     assert teaching.flops == pytest.approx(passes, rel=0.05), "a pass of either model"
     held = 4 * parameter_count(read_config(teacher)) / 4
-    # A program's peak includes its arguments: for this update, the teacher's parameters.
+    # A program's peak includes its arguments. With teacher_kl='full', the teacher's parameters are arguments of the
+    # update.
     assert update["full"].peak - update[""].peak > held
     assert update["sampled"].resident == pytest.approx(held, rel=0.02)
 

@@ -84,6 +84,6 @@ def test_bad_settings_are_named(bad):
     ],
 )
 def test_former_keys_are_refused_with_what_took_their_place(former, now):
-    """A former key is refused even if it is False; a key of another system is accepted if it is False."""
+    """A key of earlier versions is refused, even with the value False."""
     with pytest.raises(ValueError, match=rf"config\.log has no key '{next(iter(former))}': .*{now}"):
         build(LogConfig, former, prefix="config.log")

@@ -1,4 +1,5 @@
-"""Trackers of `log.to` get the names and samples of the files; a failing tracker does not stop the run.
+"""The trackers that `log.to` names get the metrics of metrics.jsonl and the samples of samples.jsonl; a failing tracker
+does not stop the run.
 
 W&B and MLflow are replaced by objects that record calls; tests with the real clients run if these are installed.
 """
@@ -46,7 +47,8 @@ class _WandB(types.ModuleType):
 
 
 class _MLflow(types.ModuleType):
-    """The methods of mlflow's client that podrl uses; they refuse values that the server refuses."""
+    """Stands in for mlflow's client with the methods that podrl uses; they refuse values that MLflow's server
+    refuses."""
 
     def __init__(self):
         super().__init__("mlflow")
@@ -102,7 +104,7 @@ def mlflow(monkeypatch):
 
 
 def _events(path):
-    """Reads the events of a file."""
+    """Reads the events of a TensorBoard file with tensorboardX's protocol buffers."""
     from tensorboardX.proto import event_pb2
 
     generated: Any = event_pb2  # library without types
@@ -281,7 +283,7 @@ def test_a_tracker_that_hangs_delays_nothing_but_the_end_by_a_bounded_time(tmp_p
     wandb.init = lambda **_: free.wait()
     monkeypatch.setattr(sinks, "_CLOSE_S", 0.01)
     monkeypatch.setattr(sinks, "_WAITING", 2)
-    _run(tmp_path, "wandb")  # would not return if it waited for the tracker
+    _run(tmp_path, "wandb")  # the run does not wait for the tracker
     free.set()
     (said,) = caplog.messages
     assert "is 2 records behind" in said
@@ -292,5 +294,5 @@ def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch, name):
     monkeypatch.setitem(sys.modules, name, None)  # import raises ImportError
     with pytest.raises(ValueError, match=rf"\[{name}\]'"):
         MetricsLog(tmp_path, LogConfig(to=(name,)), start=0, run_config={})
-    with pytest.raises(ValueError, match=rf"\[{name}\]'"):  # before models are loaded
+    with pytest.raises(ValueError, match=rf"\[{name}\]'"):  # a start checks log.to before it loads models
         Run(tmp_path, log=LogConfig(to=(name,)))

@@ -21,7 +21,7 @@ def _hash(x):
 
 
 def _by_hand(array):
-    """Computes the definition element by element in Python's integers."""
+    """Computes a checksum by its definition, element by element, in Python's integers."""
     words = np.asarray(array).view({1: np.uint8, 2: np.uint16, 4: np.uint32}[array.dtype.itemsize])
     total = 0
     for place, word in np.ndenumerate(words):

@@ -22,8 +22,8 @@ from podrl.mesh.build import make_mesh
 from podrl.storage.checkpoint import CheckpointConfig, Checkpoints, read_state
 from podrl.storage.seal import seal, unseal
 
-# When one read of a damaged checkpoint fails, Orbax closes its event loop while tensorstore still completes the others;
-# their callbacks then find the loop closed. The error that matters has been raised by then.
+# When one read of a damaged checkpoint fails, Orbax closes its event loop while tensorstore still completes other
+# reads; the callbacks of these reads then find the loop closed. The error that matters has been raised by then.
 pytestmark = pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning")
 
 
@@ -62,7 +62,7 @@ def test_round_trip_keeps_bits_shardings_and_host_values(tmp_path):
 
 
 def test_host_arrays_without_elements_are_saved(tmp_path):
-    """A batch without any sampled token has empty arrays, which Orbax refuses."""
+    """A pending batch without any sampled token has empty arrays, which Orbax refuses to save."""
     checkpoints = Checkpoints(tmp_path)
     arrays = {"0.partial.kept_X": np.zeros((0,), np.float32), "b": np.zeros((3, 0, 2), bool), "c": np.ones(2)}
     assert checkpoints.save(1, _state(1), {}, arrays) and checkpoints.wait()
@@ -100,7 +100,7 @@ def test_some_are_kept_for_good_by_step_and_by_time(tmp_path):
     checkpoints = _saved(tmp_path / "steps", range(1, 8), keep=2, keep_every=3)
     assert checkpoints.steps() == [3, 6, 7]
     checkpoints.close()
-    again = Checkpoints(tmp_path / "steps", keep=1, keep_every=3)  # the same holds in the next process
+    again = Checkpoints(tmp_path / "steps", keep=1, keep_every=3)  # a later process keeps the same steps
     assert again.save(8, _state(8), {}, {}) and again.wait() and again.steps() == [3, 6, 8]
     again.close()
     _saved(tmp_path / "hours", range(1, 4), keep=9).close()
@@ -331,5 +331,5 @@ def test_each_host_saves_its_own_part_and_other_hosts_with_another_mesh_restore_
     found = measure(2, rows=1024)
     whole = 2 * 1024 * 32768
     assert [(f["hosts"], f["what"]) for f in found] == [(4, "save")] * 4 + [(4, "restore")] * 4 + [(2, "restore")] * 2
-    # The sums are compared when the leaves are restored, on any mesh.
+    # The devices of each host hold an equal share of the bytes. A restore also compares the checksums of the leaves.
     assert all(f["share"] == whole / f["hosts"] for f in found)

@@ -1,4 +1,5 @@
-"""A mirrored directory arrives complete and is repaired after failures, which never reach the writer."""
+"""A mirrored directory arrives complete in the bucket; after failures the copy is repaired, and the writer sees no
+error."""
 
 import logging
 import os

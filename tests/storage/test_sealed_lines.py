@@ -1,4 +1,4 @@
-"""Journals with checksums: every flipped bit is noticed or harmless, and no valid line is ever lost to another one."""
+"""Journals with checksums: every flipped bit is noticed or harmless, and a damaged line never costs a valid line."""
 
 import asyncio
 import json

@@ -35,7 +35,8 @@ class Tiny:
 
     @property
     def dtype(self):
-        """Returns the dtype of parameters and computation: float32, or float64 with plugin in_float64.py."""
+        """Returns the dtype of parameters and computation: float32, or float64 with the plugin
+        tests/trainer/in_float64.py."""
         return np.dtype(np.float32).name
 
     def params(self):

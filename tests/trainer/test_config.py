@@ -93,7 +93,7 @@ def test_rows_cut_along_time_divide():
         return pack_shape(_config(**fields), mesh, sequences=128, max_length=100)
 
     default = shape()
-    assert default.tokens == 256 and default.shards == 2  # 165, rounded up to whole 4 x 32
+    assert default.tokens == 256 and default.shards == 2  # 165 tokens, rounded up to a multiple of 4 x 32
     # The four devices along seq hold 400 tokens, two rows; there are two shards.
     assert shape(max_tokens_per_row=200, max_seq_token_per_tpu=100).rows == 4
     with pytest.raises(ValueError, match=r"trainer.max_tokens_per_row=202 must be a multiple of the mesh's seq=4"):
@@ -112,7 +112,7 @@ def test_rows_are_made_for_samples_that_share_their_prompt():
     assert shape().shared and not shape(share_prompts=False).shared
     assert not shape(group_size=1).shared and not shape(max_prompt_length=0).shared
     assert not shape(max_prompt_length=1).shared  # a prompt of one token has nothing to share
-    # A CPU device takes 1,280 tokens, and a group has 500 + 8 x 201: a row of whole 32 holds 500 + 3 x 201.
+    # A CPU device takes 1,280 tokens, and a group has 500 + 8 x 201: a row gets 500 + 3 x 201 tokens, rounded up to 32.
     assert (shape(share_prompts=False).tokens, shape().tokens) == (704, 1120)
     assert shape(group_size=2).tokens == 928
     assert shape(max_seq_token_per_tpu=1000).tokens == 928

@@ -166,7 +166,7 @@ def test_a_few_ids_give_a_bound_from_below_and_an_equal_teacher_gives_nothing():
 
 @pytest.mark.parametrize("exact", [True, False])
 def test_nothing_grows_with_tokens_times_vocabulary(exact):
-    """Temporaries of value and gradient are a + b T + c V, so their mixed difference vanishes."""
+    """The bytes of temporaries are a + b T + c V, without a term T V, so their mixed difference vanishes."""
 
     def used(time: int, vocab: int) -> int:
         config = gemma2_config(

@@ -25,7 +25,8 @@ TESTS = (
 @pytest.mark.nightly("podrl/trainer", "podrl/algorithms", "podrl/models")
 @pytest.mark.slow
 def test_gradients_agree_to_1e_12_in_float64():
-    """The tests named above run in a float64 process, where they compare every entry of a gradient to 1e-12."""
+    """The test files in `TESTS` run in a process in which podrl computes in float64; there they compare gradients to
+    1e-12."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, "-m", "pytest", "-p", "in_float64", "-p", "no:cacheprovider", "-rA"]
     done = subprocess.run(

@@ -51,7 +51,7 @@ def test_what_is_computed_again_is_not_kept():
         remat: compiled_step(mesh, remat, dim=64, head_dim=16, dtype="float32").temp_size_in_bytes
         for remat in ("none", "dots", "full")
     }
-    row = ROWS * T * 64 * 4 * LAYERS  # bytes of one D per token and layer
+    row = ROWS * T * 64 * 4 * LAYERS  # bytes of D floats per token and layer
     assert used["none"] > used["dots"] + 4 * row, used
     assert used["dots"] > used["full"] + 8 * row, used
 
@@ -62,7 +62,7 @@ def test_what_is_computed_again_is_not_kept():
 def test_on_a_tpu_too_and_what_is_offloaded_lies_in_the_hosts_memory(monkeypatch):
     env = dict(os.environ)
     prepare(env)
-    for name, value in env.items():  # the variables that the command sets are restored after the test
+    for name, value in env.items():  # monkeypatch restores the variables that `prepare` sets
         monkeypatch.setenv(name, value)
     mesh = make_mesh("fsdp=4", parse_topology("v5e:2x2", key="--trainer").devices())
     found = {
@@ -83,7 +83,8 @@ D, CHUNK = 16, 1 << 16
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_log_probabilities_need_nothing_that_grows_with_tokens_times_vocabulary(backward):
-    """Temporaries are a + b T + c V, so their mixed difference vanishes, forward and backward."""
+    """The bytes of temporaries are a + b T + c V, without a term T V, so their mixed difference vanishes, forward and
+    backward."""
 
     def used(time: int, vocab: int) -> int:
         config = gemma2_config(

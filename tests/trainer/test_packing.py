@@ -59,7 +59,7 @@ def test_every_token_is_packed_once_and_comes_back(lengths, row, shards):
         np.testing.assert_array_equal(returned_BT, np.where(samples["mask_BT"], samples[name], 0))
         whole_BT = placement.unpack(placement.scatter(samples[name]), width)  # masked tokens included
         np.testing.assert_array_equal(whole_BT, np.where(real_BT, samples[name], 0))
-    # Within a row, a segment is one sequence in order.
+    # Each segment has the positions 0, 1, 2 and so on of its sequence, in order.
     position_X = layout.position_BT[layout.segment_BT > 0]
     assert sorted(position_X) == sorted(np.concatenate([np.arange(n) for n in lengths]))
     starts = (layout.position_BT == 0) & (layout.segment_BT > 0)

@@ -134,7 +134,7 @@ def test_what_a_tree_of_branches_costs():
     n = -(-4224 // 512)
     needed = needed_blocks(_bounds(*bounds, n * 512 - 4224), jnp.int32(GLOBAL_WINDOW), 512)
     pairs = given_**2 / 2 + 4 * (size * given_ + size**2 / 2)
-    assert float(needed.sum()) * 512**2 < 1.5 * pairs  # whole diagonal blocks count; branches are unaligned
+    assert float(needed.sum()) * 512**2 < 1.5 * pairs  # blocks count whole, and branches begin inside blocks
     apart = place_samples(rollouts, np.arange(1), PackShape(1, 4, 2560))
     assert apart.packed == 4 * (given_ + size)
 
@@ -191,10 +191,10 @@ def test_a_batch_without_pieces_has_the_arrays_of_every_other_batch():
 def test_a_piece_that_the_policy_did_not_speak_in_takes_no_room():
     rollouts = made([[(PROMPT, 0), (4, 5)], [(PROMPT, 0), (4, 0)]])
     placement = place_samples(rollouts, np.arange(2), PackShape(1, 1, 16))
-    assert placement.packed == 9 + PROMPT  # the prompt of the empty sample
+    assert placement.packed == 9 + PROMPT  # a sample without sampled tokens has its prompt packed
 
 
-# Branches of the first piece, of a branch, and of another sample's piece; also pieces with a new beginning.
+# Samples with branches of the first piece, of a branch and of another sample's piece, and with pieces that begin anew.
 CASE = made(
     [
         [(PROMPT, 4)],

@@ -198,7 +198,7 @@ def test_scores_are_the_same_and_fewer_tokens_are_computed(tiny):
         found.append(np.where(mask_BT, placement.unpack(values_ABT, width), 0.0))
         packed.append(placement.packed)
     np.testing.assert_allclose(found[1], found[0], rtol=SAME, atol=SAME)
-    assert packed[0] - packed[1] == 8 * 3 + 3 * 2  # prompts of 9 and 4 tokens with 4 and 3 samples
+    assert packed[0] - packed[1] == 8 * 3 + 3 * 2  # 8 and 3 prompt tokens that 4 and 3 samples share
 
 
 def test_the_critics_update_is_the_same(tiny):

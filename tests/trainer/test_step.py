@@ -18,14 +18,14 @@ from podrl.trainer.optimizer import Optimizer
 from podrl.trainer.step import make_logprob_fn
 from podrl.types import Layout
 
-B = 8  # sequences of every batch
+B = 8  # number of sequences in every batch
 MODES = ("token-mean", "sequence-mean-token-mean")
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_packing_and_micro_batches_do_not_change_the_update(tiny, mode):
     loss = PolicyLoss(KLLossSettings(loss_agg_mode=mode))
-    padded = update(tiny(), loss, row=20, rows=8)  # a row holds one sequence, one micro-batch
+    padded = update(tiny(), loss, row=20, rows=8)  # one sequence per row, one micro-batch
     assert_same(update(tiny(), loss, row=60, rows=1), padded)
     assert_same(update(tiny(), loss, row=40, rows=2), padded)
 
@@ -58,7 +58,8 @@ def test_gradient_equals_the_naive_one(tiny):
 
 
 def test_mini_batch_metrics_of_the_first_update_are_on_policy(tiny):
-    """The same weights score the batch, so the ratio is 1, nothing is clipped, and the KL is 0."""
+    """The old log-probabilities come from the weights that are updated, so the ratio is 1, nothing is clipped, and the
+    KL is 0."""
     case = tiny()
     state, frozen = case.state()
     batch = case.batch()

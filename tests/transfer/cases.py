@@ -17,7 +17,7 @@ def bits(array):
 
 
 def some_values(shape, dtype, seed):
-    """Draws any bit pattern but NaNs, whose payload a cast need not keep."""
+    """Draws any bit patterns except NaNs, because a cast need not keep a NaN's payload."""
     rng = np.random.default_rng(seed)
     if dtype == np.bool_:
         return rng.integers(0, 2, shape).astype(np.bool_)
@@ -97,7 +97,7 @@ def expected(leaf, dtype):
 
 
 def arrived(moved, leaves, after, dtype):
-    """Asserts that every shard on every device holds the bits of the cast source."""
+    """Asserts that every shard on every device holds the bits of `leaves`, cast to `dtype`."""
     for leaf, array, sharding in zip(leaves, moved, after, strict=True):
         want = expected(leaf, dtype)
         assert array.sharding == sharding

@@ -1,4 +1,5 @@
-"""The Pathways transport without its service: the choice, the calls, casts, buckets, donation."""
+"""The Pathways transport with a stand-in for the Pathways service: when it is chosen, its calls, casts, buckets,
+donation."""
 
 import inspect
 
@@ -30,7 +31,7 @@ def a_transfer():
 
 
 class Service:
-    """Replaces the service: the package's call, answered by plain jax."""
+    """Stands in for the reshard function of Pathways: records its calls and moves arrays by jax.device_put."""
 
     def __init__(self):
         self.calls = []

@@ -1,4 +1,5 @@
-"""Versions and checksums of published weights, and the refusal of weights that differ from those sent."""
+"""Versions and checksums of published weights, and the refusal of received weights that differ from the sent
+weights."""
 
 import dataclasses
 
@@ -74,7 +75,7 @@ def test_experts_may_be_cut_differently_on_both_sides(trainer, rollout, transpor
 
 
 def flip(array, device_index=None):
-    """Flips one bit of one element, on every replica or on one device only."""
+    """Flips one bit of an array's first element, on every replica or on one device only."""
     shards = []
     for k, shard in enumerate(array.addressable_shards):
         data = np.array(shard.data)
@@ -126,7 +127,7 @@ def test_empty_tree():
 
 
 def test_checksum_by_hand_and_by_layout():
-    """Works out two values, with the hashes of their positions, in Python integers."""
+    """Computes the checksum of two values in Python integers: the sum of each value times the hash of its position."""
 
     def weight(position):
         x = (position + 0x9E3779B9) % 2**32

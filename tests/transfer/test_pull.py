@@ -1,4 +1,4 @@
-"""The pull transport over real sockets: a trainer that serves, rollouts that join, die and return."""
+"""The pull transport over real sockets: a trainer serves weights; receivers join, die and return."""
 
 import ctypes
 import itertools
@@ -33,7 +33,8 @@ def shardings(spec, devices, specs):
 
 
 def trainer(version, spec="fsdp=2,tensor=2", count=4):
-    """Makes (values, parameters on the first devices)."""
+    """Makes weights that depend on `version`; returns them as numpy arrays, and sharded over the first `count`
+    devices."""
     rng = np.random.default_rng(version)
     values = {k: np.asarray(rng.standard_normal(shape), np.float32) for k, shape in SHAPES.items()}
     values["step"] = np.int32(version)
@@ -42,7 +43,7 @@ def trainer(version, spec="fsdp=2,tensor=2", count=4):
 
 
 def wanted(spec="data=2,tensor=2", count=4):
-    """Makes the wanted shapes on the last devices."""
+    """Returns the shapes, dtypes and shardings that a receiver wants, on the last `count` devices."""
     specs = {"embed": Spec("tensor"), "layers": Spec(None, None, "tensor")}
     places = shardings(spec, jax.devices()[-count:], specs)
     return {
@@ -147,7 +148,8 @@ def test_nothing_compiles_after_the_first_version_and_every_weight_is_read_once(
         policy = receiver.receive(2)
     monkeypatch.undo()
     assert not [r.message for r in caplog.records if "ompil" in r.message]
-    # The host reads the checksums of four devices, and every box once, because bytes for another cluster go through it.
+    # The host reads the checksums of four devices, and every box once, because bytes for another cluster go through the
+    # host.
     sums = (4, len(SHAPES))
     assert reads.count(sums) == 2
     assert sum(math.prod(shape) for shape in reads if shape != sums) == sum(map(math.prod, SHAPES.values()))
@@ -171,7 +173,7 @@ def test_versions_are_waited_for_kept_and_gone(asks):
     assert receiver.receive(None).version == 3
     with pytest.raises(VersionGoneError, match="holds versions 2, 3 of 'all', not 1"):
         receiver.receive(1)
-    for version in (1, 3):  # version 3 will do for version 1, too
+    for version in (1, 3):  # version 3 ends the wait for 1, too
         receiver.await_version(version)
     for late in (hasty.receive, hasty.await_version):
         with pytest.raises(TransferTimeoutError, match=r"did not offer version 4 of 'all' .* it holds 2, 3"):
@@ -179,7 +181,8 @@ def test_versions_are_waited_for_kept_and_gone(asks):
 
 
 def test_a_trainer_that_has_nothing_yet_and_answers_late_is_told_by_what_it_said(asks):
-    """The last question before the deadline gets no answer; the error quotes the earlier answer."""
+    """The receiver's last request before the deadline gets no answer; the error quotes the answer to the first
+    request."""
     server, questions = PullServer(), []
     server.serve("all", trainer(1)[1], target_dtype=jnp.bfloat16)
     ask = asks(server)
@@ -233,7 +236,7 @@ def test_a_version_somebody_is_pulling_stays(asks):
 
     def ask_and_offer(process, request):
         if asked.append(request["op"]) or asked.count("bucket") == 6:
-            tree.offer(trainer(2)[1], 2)  # the first bucket has arrived, the next four are in flight
+            tree.offer(trainer(2)[1], 2)  # one bucket has arrived, four are in flight
         return ask(process, request)
 
     receiver = PullReceiver("all", wanted(), ask_and_offer)
@@ -242,7 +245,8 @@ def test_a_version_somebody_is_pulling_stays(asks):
 
 
 def test_a_receiver_that_dies_leaves_nothing_behind(asks, monkeypatch):
-    """The receiver asked and never returned: the version is freed at the deadline, and another receiver is served."""
+    """A receiver stops after its first bucket: the version it pulled is freed at the deadline, and another receiver is
+    served."""
     server = PullServer(lease_s=600)
     values, params = trainer(1)
     tree = server.serve("all", params, target_dtype=jnp.bfloat16, bucket_bytes=64)

@@ -17,7 +17,8 @@ def leaf(shape, sizes, spec, dtype="float32", first_id=0):
 
 
 def test_boxes_by_hand():
-    """Rows over 2 devices become columns over tensor=2, twice (data=2): four boxes of 2x3, each read twice."""
+    """Rows sharded over 2 devices become columns over tensor=2, replicated over data=2: four boxes of 2x3, each read
+    twice."""
     plan = make_plan(
         [leaf((4, 6), TWO, Spec("fsdp"))], [ShardLayout.abstract(FOUR, Spec(None, "tensor"), 2, first_id=2)]
     )
@@ -31,7 +32,7 @@ def test_boxes_by_hand():
 
 
 def test_cuts_that_do_not_nest():
-    """3 shards become 2: boxes are sixths; device 1 holds the two middle boxes, one for each target."""
+    """3 shards become 2: a box is a sixth of the array; device 1 holds the two middle boxes, one for each target."""
     plan = make_plan(
         [leaf((12,), {"data": 3}, Spec("data"))], [ShardLayout.abstract({"data": 2}, Spec("data"), 1, first_id=3)]
     )

@@ -5,7 +5,7 @@ import textwrap
 import pytest
 import workers
 
-# Under LoRA, RLCluster publishes the base once, and the adapters at every version.
+# The program of each process. Under LoRA, RLCluster publishes the base once, and the adapters at every version.
 FOUR = """
     import dataclasses
     import sys

@@ -91,7 +91,7 @@ def test_rollouts_die_and_are_replaced(tmp_path):
         with workers.started(scripts["rollout"], rollouts, devices=2) as rolling:
             for worker in rolling:
                 wait_for("arrived 1", worker)
-        # Both are killed now, while they wait for version 2.
+        # The end of the block has killed both rollout processes while they waited for version 2.
         (tmp_path / "go2").touch()
         (said,) = workers.run(scripts["replacement"], [[address[2], "1", "0", "tensor=2", *ports[:2]]], devices=2)
         assert "arrived 2" in said

@@ -60,7 +60,7 @@ def test_nothing_compiles_and_no_host_array_is_made_after_the_first_call(monkeyp
     _, after = a_tree(rollout)
     tree = jax.device_put(values, before)
     array_type, reads = type(tree["scale"]), []
-    for bucket_bytes in (64, 1 << 20):  # in parts and as a whole
+    for bucket_bytes in (64, 1 << 20):  # in several buckets and in one
         plan = make_plan(tree, after, dtype=jnp.bfloat16, bucket_bytes=bucket_bytes)
         transport = LocalTransport(plan, jax.tree.leaves(before), jax.tree.leaves(after))
         jax.block_until_ready(drive(transport, jax.tree.leaves(tree)))
@@ -80,7 +80,7 @@ def test_nothing_compiles_and_no_host_array_is_made_after_the_first_call(monkeyp
 
 
 def test_compile_log_does_log(caplog):
-    """Guards the test above: a compilation is visible in this log."""
+    """Guards the test that finds no compilation in jax's log: a compilation does show there."""
     with jax.log_compiles(True), caplog.at_level(logging.WARNING):
         jax.jit(lambda x: x * 3 + 1)(jnp.ones(3))
     assert any("ompil" in r.message for r in caplog.records)
@@ -122,7 +122,7 @@ def test_what_was_lent_can_be_donated_after_a_move():
 
 
 def moved_by(kind, tree, shardings, *, donate=False, dtype=None):
-    """Moves the tree by a transport of this kind."""
+    """Moves a tree to `shardings` by the transport `kind`."""
     leaves, treedef = jax.tree.flatten(tree)
     targets = jax.tree.leaves(shardings)
     plan = make_plan(tree, shardings, dtype=dtype)

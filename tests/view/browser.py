@@ -45,7 +45,7 @@ new PerformanceObserver((list) => {
 
 @contextlib.contextmanager
 def served(*runs):
-    """Serves runs as the command does; yields the address."""
+    """Serves run directories by `python -m podrl.view`; yields the server's address."""
     command = [sys.executable, "-m", "podrl.view", *map(str, runs), "--port=0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:
@@ -106,7 +106,7 @@ class Browser:
         until(lambda: self.ask(f"!!({condition})"), condition, every_s=0.03)
 
     def scheme(self, name):
-        """Sets the colour scheme that the page's reader prefers: 'dark' or 'light'."""
+        """Sets the colour scheme that the browser reports as its user's preference: 'dark' or 'light'."""
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": name}])
 
     def width(self, pixels):

@@ -1,4 +1,4 @@
-"""Run directories for tests of the page, written by podrl's own writers without training."""
+"""Run directories for tests of podrl.view, written by podrl's own writers without training."""
 
 import dataclasses
 import json
@@ -20,7 +20,7 @@ HOSTILE = "</script><script>document.title='taken'</script><img src=x onerror=\"
 
 
 def made(path, *, steps, max_steps=12, seed=0, trace="sampled", note=extras):
-    """Writes a run directory of `steps` steps, with a summary if the run has ended."""
+    """Writes a run directory with `steps` of `max_steps` steps, and with summary.json if these numbers are equal."""
     config = LogConfig(to=(), trace=trace)
     log = MetricsLog(path, config, start=0, run_config={})
     log.write(0, {"eval/greedy_answer": 0.25, "eval/error/greedy_answer": 0.02})
@@ -51,7 +51,8 @@ def made(path, *, steps, max_steps=12, seed=0, trace="sampled", note=extras):
 
 
 def weighed(experience):
-    """Adds token weights to a step's record in the trace: tokens of high advantage are clipped in half the passes."""
+    """Returns the trace's columns for a step with token weights: tokens of high advantage are clipped in half the
+    passes."""
     told = extras(experience)
     advantage_BT = told.columns["advantage"]
     clipped_BT = np.where(advantage_BT >= 16, 0.5, 0.0)
@@ -60,7 +61,7 @@ def weighed(experience):
 
 
 def hostile(seed):
-    """Returns samples whose texts are markup."""
+    """Returns samples whose texts are HTML, which the page must show as text."""
     experience = _experience(seed)
     texts = {
         "completions": [HOSTILE, "x", "y", "z"],
@@ -70,7 +71,7 @@ def hostile(seed):
 
 
 def spans(step):
-    """Makes a step of half a second: generation, then an update that begins with scoring."""
+    """Returns the spans of a step of half a second: generation, then an update that begins with scoring."""
     start = 1000.0 + 0.5 * step
 
     def span(lane, name, after, seconds):

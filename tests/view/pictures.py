@@ -43,7 +43,8 @@ def main(runs: list[str]) -> None:
 
 
 def taken(page: Browser, address: str, view: str, scheme: str, width: int, height: int) -> bytes:
-    """Takes a picture; on the tokens' view it first selects a token by keyboard, so that its numbers are shown."""
+    """Takes a picture of a view; on the view `groups` it first selects a token by keyboard, so that its numbers are
+    shown."""
     page.scheme(scheme)
     page.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
     page.open(address + view)

@@ -115,7 +115,7 @@ SHOWN = {
     "samples": ["8 samples", "/groups?run=0&amp;step=10", "rewards by function", "reference"],
     "run": ["<caption>Roles (8 x cpu)", '<td class="">trainer', "trainer.max_steps", "greedy_answer"],
 }
-# Further text that the pages of the other runs show.
+# Further texts on a view, by (view, run).
 MORE = {
     ("timeline", TOOLS): ["Calls of tools", "search", "3 short spans"],
     ("run", TOOLS): [
@@ -225,7 +225,7 @@ def test_tokens_are_coloured_by_their_weight_in_the_update(runs, address, page):
     first, length = int(traced.samples["prompt_length"][0]), int(traced.samples["length"][0])
     own = np.where(traced.tokens["mask"] > 0, traced.tokens["weight"], 0.0)
     weights = own[first:length][traced.tokens["mask"][first:length] > 0]
-    most = np.abs(own[: traced.first[2]]).max()  # over both samples of the group
+    most = np.abs(own[: traced.first[2]]).max()  # of both samples of the group
     assert weights.min() < 0 < weights.max()
     assert f"strongest colour: {most:g}; orange below 0" in page.ask("document.querySelector('.bar').innerText")
     sampled = "[...document.querySelectorAll('.tokens')][0].querySelectorAll('span:not(.given)')"

@@ -1,4 +1,4 @@
-"""The page's server: its answers for complete, damaged and growing runs, and the requests it refuses."""
+"""The server of podrl.view: its answers for complete, damaged and growing runs, and the requests that it refuses."""
 
 import importlib.util
 import itertools
@@ -24,7 +24,7 @@ from podrl.view.units import unit
 
 
 class Client:
-    """Asks an ASGI application for pages, in this thread."""
+    """A client that sends requests to an ASGI application in this thread, without a socket."""
 
     def __init__(self, app, host="localhost"):
         self._app, self._host = app, host
@@ -234,7 +234,7 @@ def test_what_the_doctor_finds_is_told_and_looked_for_again_after_a_step(tmp_pat
 def test_every_metric_of_the_page_of_metrics_has_its_unit():
     page = (pathlib.Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
     listed = dict(re.findall(r"^- `([^`]+)` \(([^)]*)\)", page, re.MULTILINE))
-    # The page gives these names the unit of another quantity.
+    # docs/metrics.md describes these names' units in words, such as "as the mean"; unit() returns '' for them.
     others = {"env/NAME", "kto/loss", "eval/error/NAME", "eval/SET/NAME"}
     assert {name: unit(name) for name in listed} == {n: "" if n in others else of for n, of in listed.items()}
     assert unit("eval/hard/greedy_answer") == unit("eval/hard/sampled_majority") == "share of 1"
@@ -281,7 +281,7 @@ def test_there_is_no_route_that_writes(ask, method):
 
 
 def test_another_name_of_the_host_is_refused(runs):
-    """Another site could point its own host name at this machine (DNS rebinding)."""
+    """The server refuses unknown host names: another site could point its own name at this machine (DNS rebinding)."""
     app = application([RunFiles(str(runs / "one"))], hosts=["127.0.0.1"])
     assert Client(app, "evil.example")("/data/runs")[0] == 400
     assert Client(app, "127.0.0.1:8777")("/data/runs")[0] == 200

@@ -6,7 +6,7 @@ import sys
 
 
 class _AtImport:
-    """An import finder that finds nothing; it only sees which module is imported."""
+    """An import finder that finds no module; it only sends the signal when the module is about to be imported."""
 
     def __init__(self, number: int, module: str):
         self._number, self._module = number, module
