@@ -77,7 +77,9 @@ def test_an_override_that_its_key_cannot_mean_is_refused_with_what_it_can(key, t
     ],
 )
 def test_other_overrides_pass(key, text):
-    assert check_text(key, text, "grpo") == ((key, text) == ("rollout.top_p", "None")), "None asks for no number"
+    assert check_text(key, text, "grpo") == ((key, text) == ("rollout.top_p", "None")), (
+        "only rollout.top_p=None stands for None in a key that otherwise holds a number"
+    )
 
 
 def test_a_section_of_another_algorithm_leads_to_its_own():

@@ -52,7 +52,7 @@ def test_tools(capsys):
     assert bench.main(["benchmarks", "tools", *TINY.split(), *options.split(), "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)
     assert figures["calls"] == 12 and figures["given_tokens"] == 60
-    assert figures["tokens"] == 54, "nine of each of six samples, in three turns"
+    assert figures["tokens"] == 54, "six samples of nine tokens each"
     assert figures["prefill_per_given"] == 1 and 0 < figures["lane_utilisation"] <= 1
     assert figures["of_plain"] > 0 and figures["cpu_of_context"] > 0 and figures["compiles"] == 0
 

@@ -70,7 +70,9 @@ def play(episodes, turns, task=TASK, number=0):
                 return says, message
             says.append(message)
             episodes.turn(number, answer(message))
-    raise AssertionError(f"no end after {says}; waiting: {episodes.waiting()}")
+    raise AssertionError(
+        f"the episode did not end after the observations {says}; calls that still wait: {episodes.waiting()}"
+    )
 
 
 def outputs(says):

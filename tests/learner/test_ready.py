@@ -368,7 +368,7 @@ FILES = {
     ),
     "a tool's limit": (
         {"env": {"tools": ("calculator",), "max_calls_per_tool": {"calculater": 1}}},
-        r"env\.max_calls_per_tool names calculater, and the tools are calculator",
+        r"env\.max_calls_per_tool names calculater, but the tools are calculator",
     ),
     "a server": ({"env": {"mcp": ("no-server -x",)}}, r"env\.mcp: no-server -x .*no command 'no-server'"),
     "a reward": ({"reward": {"fns": ("no.py:f",)}}, r"reward\.fns='no\.py:f': the file .*no\.py does not exist"),
