@@ -153,7 +153,9 @@ def test_shares_set_how_often_pools_come(tokenizer, files):
     later = [i % 3 for ids in history[20:] for i in ids]  # all records have been seen by then
     assert [later.count(kind) for kind in range(3)] == [20, 80, 100]
     hard = [i for ids in history[20:] for i in ids if i % 3 == 2]
-    assert max(hard.count(i) for i in set(hard)) - min(hard.count(i) for i in set(hard)) <= 1, "oldest first"
+    assert max(hard.count(i) for i in set(hard)) - min(hard.count(i) for i in set(hard)) <= 1, (
+        "hard records are drawn in turn, so no record is drawn twice more often than another"
+    )
     assert all(len(set(ids)) == 5 for ids in history)
 
 
@@ -168,7 +170,7 @@ def test_a_run_resumes_at_any_step_also_where_batches_in_flight_were_given_up(to
     settings = {"retire_after": 2, "postpone_after": 1, "postpone_steps": 5, "hard_share": 0.25, "limit": 13}
     whole = Training(stream(tokenizer, files, rows=3, lag=lag, **settings), lag)
     expected = whole.run(30)
-    assert whole.stream.skipped, "some are too long"
+    assert whole.stream.skipped, "the test needs records that are too long"
     for keep in (True, False):
         first = Training(stream(tokenizer, files, rows=3, lag=lag, **settings), lag)
         first.run(saved_at)

@@ -517,7 +517,7 @@ def test_what_a_tool_detached_ends_with_the_job(how, tmp_path):
     assert code == (-signal.SIGKILL if how == "killed" else 0)
     deadline = time.monotonic() + 300
     while set(processes()) - before:
-        assert time.monotonic() < deadline, "a process is left"
+        assert time.monotonic() < deadline, f"these processes still run: {set(processes()) - before}"
         time.sleep(0.02)
 
 

@@ -577,7 +577,7 @@ def test_keys_that_do_not_divide_among_chips_are_whole_on_each(monkeypatch: pyte
     counted = [_decode_work(s, s.rollout_mesh(), 1, 8.0).bytes for s in (one, two)]
     weights = 2 * parameter_count(one.model)
     keys = [bytes_ - weights / n for bytes_, n in zip(counted, (1, 4), strict=True)]
-    assert keys[0] == pytest.approx(keys[1]), "4 chips cannot share one key head"
+    assert keys[0] == pytest.approx(keys[1]), "one key head cannot be split, so each of 4 chips reads it whole"
 
 
 _MESHES = ("data=4", "tensor=4")

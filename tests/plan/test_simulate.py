@@ -123,7 +123,9 @@ def test_the_best_split_gives_the_slower_side_more_chips():
     load = dataclasses.replace(LOAD, samples=64, lanes=64, shards=8)
     splits = balance(SAME, speeds, load=load, staleness=1, chips=(8, 8))
     own, best = splits[0]
-    assert own > 8 and best.step_s < 8.0, "64 lanes draw 100 tokens in 1 s, the update takes 8"
+    assert own > 8 and best.step_s < 8.0, (
+        "64 lanes draw 100 tokens in 1 s and the update takes 8 s, so the trainer gets more chips"
+    )
     assert best.step_s == min(step.step_s for _, step in splits)
 
 

@@ -170,7 +170,7 @@ def test_no_view_is_wider_than_a_narrow_window(address, page):
                 )
             if view == "run":
                 space = page.ask("getComputedStyle(document.querySelector('.columns td.value')).whiteSpace")
-                assert space == "normal", "intervals wrap, so that before and after are both seen"
+                assert space == "normal", "intervals must wrap, so that the columns before and after both fit"
                 lines = "[...document.querySelectorAll('.counted .said')]"
                 assert page.ask(f"{lines}.every((each) => each.scrollWidth <= each.clientWidth)")
     finally:
@@ -395,7 +395,7 @@ def test_a_run_of_100000_lines_paints_soon_and_scrolls(page, tmp_path):
         f"{middle:.1f} ms apart, 95 % within {late:.1f}, longest {worst:.1f}"
     )
     assert paint < 2000 and shift < 0.1
-    assert room > 200 and middle < 34 and late < 100, "30 frames a second"
+    assert room > 200 and middle < 34 and late < 100, "scrolling must show 30 frames a second"
 
 
 def test_an_error_of_a_script_is_seen(shown, tmp_path):
