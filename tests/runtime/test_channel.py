@@ -70,7 +70,7 @@ def test_what_was_dropped_is_not_served_to_a_later_question(pair):
 
     def drops(_):
         """Drops the message 'old' on the channel's thread, when the request for it has arrived and is read next."""
-        until(lambda: a._server.getsockopt(zmq.EVENTS) & zmq.POLLIN, "the question")
+        until(lambda: a._server.getsockopt(zmq.EVENTS) & zmq.POLLIN, "the arrival of the question")
         a.drop("old")
         return Message()
 
