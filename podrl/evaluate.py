@@ -457,7 +457,7 @@ class Scoring:
             function, at = np.argwhere(np.isnan(scores))[0]
             raise ValueError(
                 f"Reward function {rewards.names[function]} gave no reward for completion {at % self._n} of record "
-                f"{at // self._n}: its process died on it twice. Mend the function, or leave it out of --fns."
+                f"{at // self._n}: its process died on it twice. Repair the function, or leave it out of --fns."
             )
         return dict(zip(rewards.names, scores, strict=True))
 

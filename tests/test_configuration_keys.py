@@ -86,7 +86,7 @@ def test_the_help_tells_the_keys_below_a_prefix():
 
 
 def test_the_help_refuses_a_prefix_of_no_key():
-    with pytest.raises(ValueError, match=r"no key begins so. Did you mean 'trainer.learning_rate'"):
+    with pytest.raises(ValueError, match=r"no key begins with this. Did you mean 'trainer.learning_rate'"):
         help_text("trainer.lerning_rate")
 
 

@@ -232,28 +232,28 @@ class Actor:
 
     def token_weights(self, batch: Batch[Any]) -> tuple[Array, Array]:
         """Computes the weight that an update would now give to each token: (weight, clipped), each (A, B, T)."""
-        assert self._token_weights is not None, "prepare(loss, weigh) comes first"
+        assert self._token_weights is not None, "call prepare(loss, weigh) first"
         return self._noted(self._token_weights(self.params(), batch))
 
     def teaching(self, batch: Batch[Layout]) -> Any:
         """Returns the policy's likeliest ids at each token's position and their log-probabilities under the teacher."""
-        assert self._teacher_parts.score is not None, "prepare(loss, weigh, teacher) comes first"
+        assert self._teacher_parts.score is not None, "call prepare(loss, weigh, teacher) first"
         return self._noted(self._teacher_parts.score(self.params(), self._reference_on_devices(), batch))
 
     def likely_ids(self, batch: Batch[Layout]) -> Array:
         """Returns the policy's K likeliest ids at each token's position: (A, B, T, K)."""
-        assert self._teacher_parts.likely is not None, "prepare(loss, weigh, teacher) comes first"
+        assert self._teacher_parts.likely is not None, "call prepare(loss, weigh, teacher) first"
         return self._noted(self._teacher_parts.likely(self.params(), batch))
 
     def teacher_id_logprobs(self, teacher: Teacher, batch: Batch[IdRows]) -> Array:
         """Scores the K ids at each token's position under a teacher that reads its own prompts: (A, B, T, K), nats."""
-        assert self._teacher_parts.score_ids is not None, "prepare(loss, weigh, teacher) comes first"
+        assert self._teacher_parts.score_ids is not None, "call prepare(loss, weigh, teacher) first"
         own = {"current": self.params, "ema": self._average}
         return self._noted(self._teacher_parts.score_ids(own.get(teacher, self._reference_on_devices)(), batch))
 
     def _average(self) -> PyTree:
         """Returns the whole parameter tree, with the moving average in the place of the trainable leaves."""
-        assert self.average is not None, "keep_average comes first"
+        assert self.average is not None, "call keep_average first"
         return parameters.join_trainable(self.average, self.frozen)
 
     def reference_logprobs(self, batch: Batch[Layout]) -> Array:

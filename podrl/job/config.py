@@ -378,7 +378,7 @@ class Job:
     def max_steps(self) -> int:
         """The number of the last step. trainer.max_steps counts updates, and a step may make several updates."""
         steps = self.trainer.steps(self.updates_per_step)
-        assert steps is not None, "parse refuses that"
+        assert steps is not None, "parse() refuses a job without a number of steps"
         return steps
 
     @property
@@ -546,7 +546,7 @@ def quoted(key: str, text: str, algorithm: str) -> str:
     """
     listed = config.takes_texts(_hint(key, algorithm)) and text not in ("", "None") and text[0] not in "([{'\""
     if listed and not _ITEMS.fullmatch(text):
-        raise ValueError(f"{key}={text} must be a list: write ({text!r},) if it is one text, quotes and all.")
+        raise ValueError(f"{key}={text} must be a list: write ({text!r},) with the quotes, if it is one text.")
     return repr(tuple(item.strip() for item in text.split(","))) if listed else text
 
 

@@ -166,7 +166,7 @@ def help_text(prefix: str = "") -> str:
         paths = [key.path for key in keys]
         near = difflib.get_close_matches(prefix, paths, n=1)
         hint = nearest(prefix, near or {path.partition(".")[0] for path in paths})
-        raise ValueError(f"--help_config {prefix}: no key begins so.{hint}")
+        raise ValueError(f"--help_config {prefix}: no key begins with this.{hint}")
     lines = []
     for key in chosen:
         default = ", ".join([f"default {key.default}" if key.default else "must be set", *_other_defaults(key)])

@@ -451,8 +451,8 @@ def check_shared_directory(path: str, cluster: Cluster, mounts: str, *, flag: st
     hosts = f"{cluster.process_count} hosts" + (" in this role alone" if cluster.topology == "split" else "")
     raise ValueError(
         f"checkpoint directory is host-local and this run has {hosts}: {flag}={path} names a different directory on "
-        f"each. Use {flag}=gs://BUCKET/RUN or a directory on a mounted network file system, or say --shared_workdir if "
-        "it is one."
+        f"each. Use {flag}=gs://BUCKET/RUN or a directory on a mounted network file system, or give --shared_workdir "
+        "if it is one."
     )
 
 

@@ -47,13 +47,13 @@ class CheckpointRecord:
         try:
             values = json.loads(path.read_bytes())
             if not isinstance(values, dict):
-                raise ValueError(f"it holds {type(values).__name__}")
+                raise ValueError(f"it holds a {type(values).__name__}, not an object")
             names = [field.name for field in dataclasses.fields(cls) if field.name != "step"]  # older ones have no step
             if not is_sealed(values) and not set(names) & set(values):
                 return cls(values, None, None, None)
             values = unseal(values)
             if set(values) - {"step"} != set(names):
-                raise ValueError(f"it holds {sorted(values)}, not {sorted(names)}")
+                raise ValueError(f"it has the keys {sorted(values)}, not {sorted(names)}")
             if (at := path.parts[-3]).isdigit() and values.get("step") not in (None, int(at)):
                 raise ValueError(f"it is of step {values['step']}: another checkpoint is in the place of step {at}")
         except (ValueError, RecursionError) as error:
