@@ -135,7 +135,7 @@ class MismatchGate:
         causes = []
         if self._stale:
             causes.append(
-                f"samples are up to {self._section}.max_staleness updates old: lower it or trainer.learning_rate, or "
+                f"samples are up to {self._section}.max_staleness steps old: lower it or trainer.learning_rate, or "
                 f"leave out the tokens that are furthest off ({self._section}.sampler_correction='icepop')"
             )
         causes.append(

@@ -17,12 +17,12 @@ def faults(rollouts: Rollouts, *, step: int, max_staleness: int) -> dict[str, fl
                                the number of the token's piece does not count up from 0;
                                the token's piece begins inside the prompt
       rollout/unknown_version  tokens sampled by weights that the trainer has not made yet
-      rollout/stale_tokens     tokens sampled by weights that are more than `max_staleness` updates old
+      rollout/stale_tokens     tokens sampled by weights that are more than `max_staleness` steps old
 
     Args:
       rollouts: samples as the engine made them, before any sample is left out of the loss.
       step: the step that trains on the samples; also the version of the weights before its update.
-      max_staleness: largest allowed number of updates between the weights that sampled a token and the weights of the
+      max_staleness: largest allowed number of steps between the weights that sampled a token and the weights of the
         step.
 
     Returns:

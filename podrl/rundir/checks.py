@@ -112,7 +112,7 @@ def _version(now: LogRecord, past: Past) -> str:
 )
 def _stale(now: LogRecord, past: Past) -> str:
     count, bound = number(now, "rollout/stale_tokens") or 0, past.setting("algo.max_staleness", 0)
-    return f"{count:.0f} sampled tokens are more than {past.section}.max_staleness={bound} updates old" if count else ""
+    return f"{count:.0f} sampled tokens are more than {past.section}.max_staleness={bound} steps old" if count else ""
 
 
 @check(

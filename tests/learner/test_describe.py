@@ -129,7 +129,7 @@ def test_the_guarantee_of_a_killed_run_is_told():
     text = planned("grpo")[1]
     assert "(rollout.clock='tokens'): a run that is killed and started again ends bitwise the same." in text
     text = planned("grpo", rollout={"clock": "wall"}, grpo={"max_staleness": 3})[1]
-    assert "(rollout.clock='wall')" in text and "no token is more than 3 updates old" in text
+    assert "(rollout.clock='wall')" in text and "no token is more than 3 steps old" in text
     for name in ("remax", "dapo"):
         assert "(rollout.clock='wall')" in planned(name, rollout={"clock": "wall"}, grpo={"max_staleness": 1})[1]
 
