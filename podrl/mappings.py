@@ -1,6 +1,6 @@
-"""Names for the mappings whose keys no dataclass declares: records, messages, JSON that crosses processes, metrics.
+"""Type aliases for mappings with keys that no dataclass declares: records, chat messages, JSON, metrics.
 
-A name says which kind of mapping an annotation means. All of them but Span are read-only: code that builds such a
+An alias says which kind of mapping an annotation means. All of them but Span are read-only: code that builds such a
 mapping, or changes its own copy, annotates the variable as a dict. Processes that never load jax import this file, so
 it needs only the standard library.
 """

@@ -66,7 +66,9 @@ class Sizes(NamedTuple):
 
 
 def takes(page_tokens: int, head_dim: int, dtype: jnp.dtype, *, numbers: int) -> bool:
-    """Returns True if pages fill whole tiles (tokens in rows, head dimension in lanes) and the read list fits.
+    """Returns True if the kernel can run: pages fill whole tiles, and the read list fits the memory for scalars.
+
+    In a tile the tokens of a page are rows, and the head dimension is the lanes.
 
     Args:
       page_tokens: tokens of a page.
@@ -137,7 +139,7 @@ def page_attention(
     Args:
       q_RNH, layer, key_LMKCH, value_LMKCH, position_R, window, softcap: arguments of
         `podrl.engine.attention.decode_attention`.
-      runs: the reads.
+      runs: the shared reads of the lanes, or their own reads.
       name: name of the kernel in the compiled program.
       interpret: True to run the kernel on CPU, slowly.
 

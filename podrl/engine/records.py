@@ -70,7 +70,7 @@ class Sample:
       unfed: number of tokens before `position` without keys and values; they are prefilled when the sample is seated.
       compact: True if all tokens after the first page that is not full are fed again, and not only the appended tokens.
       seated: number of the sample's newest seating, counted over all samples; -1 before the first.
-      spilled_at: number of the plan that took the sample's lane away; -1 if none did. This plan does not seat the
+      spilled_at: number of the plan that took the sample's lane away; -1 if no plan did. This plan does not seat the
         sample again, because the sample's tokens in flight are read only before a later plan.
     """
 

@@ -113,7 +113,7 @@ class RouteReader:
         return any(piece.owner is owner for piece in itertools.chain((piece for piece, _ in self._wanted), launched))
 
     def finish(self) -> None:
-        """Completes all requests."""
+        """Reads the routes of all requests now; waits until the routes are on the host."""
         self.launch()
         self.settle()
 

@@ -120,13 +120,13 @@ def _invert(
 
 
 def _pick(weight_RI: Float[Array, "R I"], uniform_R: Float[Array, " R"]) -> tuple[Int[Array, " R"], Float[Array, " R"]]:
-    """Picks an index in proportion to its weight, never one of weight 0; returns (index, sum of the weights)."""
+    """Picks an index in proportion to its weight, never an index of weight 0; returns (index, sum of the weights)."""
     upto_RI = jnp.cumsum(weight_RI, axis=-1)
     total_R = upto_RI[:, -1]
     past_RI = upto_RI <= (uniform_R * total_R)[:, None]
     index_R = jnp.sum(past_RI, axis=-1, dtype=jnp.int32)
     # Rounding may make the target equal to the total, which no cumulative sum exceeds. The right index is then the last
-    # one with a weight.
+    # index with a weight.
     place_RI = jnp.where(weight_RI > 0, jnp.arange(weight_RI.shape[-1], dtype=jnp.int32), 0)
     last_R = jnp.max(place_RI, axis=-1)
     return jnp.minimum(index_R, last_R), total_R

@@ -58,8 +58,8 @@ class Track:
       limit: value of `sampled` at which the sample ends or pauses.
       hold: value of `sampled` at which the sample leaves the session, to continue in another; None for never.
       held: True if the sample is outside of a session: it has left its session, or has not entered one yet.
-      recorded: True if `hold` repeats an interruption by the wall clock. The original run did not know of the
-        interruption beforehand, so pages are then laid out as if there was none.
+      recorded: True if `hold` repeats an interruption from the journal of a run with `rollout.clock='wall'`. The first
+        time, the run did not know of the interruption beforehand, so pages are laid out as if there was none.
       stop: reason why the sample ended (`podrl.types.STOP_EOS` and the others); None as long as it has not ended.
       paused: reason why the sample paused, with the values of `stop`; None while it runs.
       first: index of the first token after the tokens that were appended last (`Session.extend`).

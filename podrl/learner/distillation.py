@@ -94,7 +94,7 @@ class DistilledGRPO(GRPO):
         return self._reward_kl.active or not self._exact, kept
 
     def score(self, step: int, experience: Experience) -> Scores:
-        """Scores the policy and its teachers; every teacher reads the samples in its own way."""
+        """Scores the samples under the policy and its teachers, each teacher with its own prompts and token ids."""
         readings, rollouts = self._readings(step, experience), experience.rollouts
         if not readings:
             return super().score(step, experience)
@@ -175,7 +175,7 @@ class DistilledGRPO(GRPO):
         return TranslatedBatch.of(rollouts, self.cluster.tokenizer, teacher.tokenizer, longest=longest, of_B=of_B)
 
     def _read(self, reading: "_TeacherView", chosen: np.ndarray, rollouts: Rollouts) -> np.ndarray:
-        """Scores some samples as a teacher reads them, and moves the scores to their places in the samples."""
+        """Scores some samples in a teacher's reading, and moves each score to its token in the policy's samples."""
         read = reading.view.rollouts
         placement = packing.place_samples(read, chosen, self._shape_on(reading.mesh))
         found = fetch(reading.score(placement.batch(placement.layout(read.tokens_BT[chosen]))), reading.mesh)

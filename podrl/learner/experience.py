@@ -329,7 +329,7 @@ def raise_failure(messages: Sequence[Message]) -> None:
     """Raises the first error that a rollout host sent in place of its share.
 
     Raises:
-      RewardServiceError: a service that a reward function asks was away.
+      RewardServiceError: a service that a reward function calls could not be reached.
       BatchError: the share could not be made for another reason.
     """
     for message in messages:
@@ -367,7 +367,7 @@ def _lost(message: Message, mask_BT: np.ndarray) -> np.ndarray:
 
 
 def _write_pieces(rollouts: Rollouts, messages: Sequence[Message]) -> None:
-    """Numbers the pieces of samples from the first token of each; an old checkpoint has one piece per sample."""
+    """Numbers every sample's pieces by the tokens at which pieces begin; an old checkpoint has one piece per sample."""
     first = 0
     for message in messages:
         for b, t in message.value.get("pieces", ()):

@@ -36,7 +36,7 @@ class GroupInFlight:
     Attributes:
       prompts: prompts of the batch, including the prompts in reserve for dynamic sampling.
       step: step that trains on the batch.
-      player: samples of the batch on the engine.
+      player: draws the batch's samples with the engine.
       rewards: scores samples that have ended.
       scored_count: number of samples that have been passed to `rewards`.
       model_reward_B: the reward model's score of each sample; None until all samples have ended, or without a model.

@@ -34,7 +34,7 @@ Evaluate = Callable[[Policy, int], tuple[dict[str, float], list[LogRecord]] | No
 
 
 class BesideTraining(Protocol):
-    """Evaluations on hosts of their own, one at a time; training does not stop for them."""
+    """Runs evaluations on evaluation hosts, one at a time, while training goes on."""
 
     def begin_evaluation(self, policy: Policy, step: int) -> None:
         """Begins the evaluation of a policy after a step."""
@@ -141,7 +141,7 @@ class Recorder:
         self._progress: Progress | None = None
         self._time_left = TimeLeft(schedule.max_steps)
         self._examination = Examination(run.config)
-        self._nonfinite = 0  # number of updates in a row that were skipped
+        self._nonfinite = 0  # number of steps in a row with an update that was skipped
         self._start, self._last = 0, time.monotonic()
         self._before: dict[str, float] = {}  # seconds of the stages before the first step
         self._gauges: Gauges | None = None  # None in processes that write no metrics
@@ -351,7 +351,7 @@ class Recorder:
             self._run.console.print(f"Warning: {finding.report()}")
 
     def _check_finite(self, step: int, values: Mapping[str, float]) -> None:
-        """Raises ValueError after the third update in a row without a finite gradient."""
+        """Raises ValueError after the third step in a row with an update whose gradient was not finite."""
         if not values.get("actor/nonfinite"):
             self._nonfinite = 0
             return

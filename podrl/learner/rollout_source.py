@@ -132,7 +132,7 @@ def rollout_source(
 def _clock(
     cluster: RLCluster, schedule: Schedule, run: Run, pod: Pod | None, *, replaced: int = 0, offline: bool
 ) -> TokenClock | WallClock | None:
-    """Makes the clock that `rollout.clock` names; None for the wall clock if another process keeps it.
+    """Makes the clock that `rollout.clock` names; None if the leader, another process, keeps the wall clock.
 
     Raises:
       ValueError: the wall clock has no run directory for its journal.

@@ -170,7 +170,8 @@ def simulate(lengths_N: Int[np.ndarray, " N"], speeds: Speeds, *, load: Load, st
     size.
 
     Args:
-      lengths_N: sampled tokens of samples, for example of an earlier run.
+      lengths_N: numbers of sampled tokens, one per sample, for example from an earlier run; the simulation draws from
+        them.
       speeds: seconds of the parts of a step.
       load: sizes of the engine and of a batch.
       staleness: number of updates by which a sample may be older than the weights that it trains.
@@ -327,7 +328,7 @@ def balance(
     chips.
 
     Args:
-      lengths_N: sampled tokens of samples.
+      lengths_N: numbers of sampled tokens, one per sample; the simulation draws from them.
       speeds: seconds of the parts of a step, for the split `chips`.
       load: sizes of the engine and of a batch, for the split `chips`.
       chips: chips of trainer and rollout.

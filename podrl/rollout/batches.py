@@ -85,7 +85,7 @@ class BatchMaker:
 
         Args:
           step: number of steps done, which is also the step of the first batch.
-          pending: the batches of this step and of later steps, each either finished or with its open groups.
+          pending: the batches of this step and of later steps; a PartialBatch has the open groups of its batch.
 
         Returns:
           The batches in flight, in the order of their steps.
@@ -191,7 +191,7 @@ class BatchMaker:
             self._player.play(lambda: self._open.groups, step, halt=self._halted, repeats=repeats)
             if not self._closing.is_set():
                 self._take(over=True)
-        except BaseException as error:  # noqa: BLE001 - raised where the batches are waited for
+        except BaseException as error:  # noqa: BLE001 - `result` raises it again
             self._failed = error
             for future in list(self._waited.values()):
                 if not future.done():

@@ -159,7 +159,8 @@ class Branches:
           head: largest number of tokens of a branch that the engine takes as the branch's prompt; further tokens of the
             first request are appended (`Opening.tokens`).
           recording: True to record the experts that tokens take (`Track`).
-          append: see `Histories`.
+          append: True if a branch continues even where the chat template now renders earlier turns differently
+            (`Histories`).
         """
         self._tokenizer, self._key_2, self._prompt, self._sampling = tokenizer, key_2, prompt, sampling
         self._response, self._head, self._recording = response, head, recording
@@ -296,7 +297,7 @@ class Branches:
         return None if leaves is None else track.sampled + leaves - self.drawn
 
     def take_answer(self, session: Session, turn: Turn) -> None:
-        """Takes the answer to the last request."""
+        """Completes the record of the newest answer from the turn that the model has just ended."""
         assert self.current is not None and self._newest is not None
         request, track, answer = self._newest, self.current.track, self._answers[-1]
         answer.end, answer.paused = len(track.tokens), track.paused
@@ -457,7 +458,8 @@ class Branches:
                 whole.routes[start:end] = track.routes[: end - start]
             elif track.routes is not None:
                 part = whole.routes[start:end]
-                # A record may have routes of later answers, which the repeated environment did not request.
+                # `track.routes` can come from a recorded answer and then covers all recorded answers of the branch. If
+                # the environment requests fewer answers when it is replayed, the row is shorter: copy only what fits.
                 part[:] = track.routes[: len(part)]
                 track.routes = part  # routes that arrive later are written into the row
 

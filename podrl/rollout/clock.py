@@ -207,7 +207,10 @@ class WallClock:
         self._dropped: list[tuple[int, int]] = []  # groups with equal rewards that left the queue in the newest step
 
     def known(self, step: int) -> int:
-        """Returns the first step from `step` on whose batch is not in the journal; earlier steps are repeated."""
+        """Returns the first step, from `step` on, whose batch is not in the journal.
+
+        The batches of earlier steps are repeated as the journal says.
+        """
         return self._journal.known(step)
 
     def recorded(self, index: int, submit_step: int, step: int) -> JournalEntry | None:
@@ -233,7 +236,7 @@ class WallClock:
         return []
 
     def stale(self, step: int, groups: Sequence[_C]) -> list[_C]:
-        """Returns the groups that are dropped when `step` steps are done, and writes the decision to the journal."""
+        """Returns the groups that are too old once `step` steps are done, and writes the decision to the journal."""
         self._dropped = []
         if self._journal.batch(step) is not None:
             old = set(self._journal.again(step))
@@ -245,10 +248,10 @@ class WallClock:
         return [group for group in groups if group.index in old]
 
     def stale_since(self, step: int, groups: Sequence[_C]) -> list[_C]:
-        """Returns the groups that are dropped because they were found to be too old after the step had begun.
+        """Returns the groups that turn out to be too old only after the step has begun, and writes them to the journal.
 
-        A dispatch may outlast a training step, so its tokens may be known too late for `stale`. The journal lists these
-        groups as if they had been known at the start of the step, and a repeated run drops them at the start.
+        A dispatch may outlast a training step, so the versions of its tokens may be known too late for `stale`. The
+        journal lists these groups as if `stale` had returned them, and a repeated run drops them at the step's start.
         """
         if self._journal.batch(step) is not None or not (late := self._too_old(step, groups)):
             return []

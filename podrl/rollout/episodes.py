@@ -102,7 +102,7 @@ class RolloutRequest:
     Attributes:
       prompts, group_size, step, sampling: arguments of `RolloutWorker.generate`.
       keys_PG2: random keys of the samples, uint32.
-      pieces: number of pieces that each group is cut into (`Scheduler.add`).
+      pieces: number of parts that each group is cut into, so that few prompts fill all shards (`Scheduler.add`).
       response: largest number of tokens of a sample after its prompt, sampled and appended tokens together.
       mode: 'train' or 'eval'.
       of_step: value of `Task.step` for environments: the training step; in an evaluation, the version of the weights.

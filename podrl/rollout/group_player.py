@@ -14,7 +14,7 @@ from podrl.rollout.partial import PartialBatch, of_tracks
 from podrl.rollout.token_budget import TokenBudget, as_budget
 from podrl.types import STOP_DEADLINE, Experience, Policy, Prompts
 
-# Who decides which version of the weights draws a token (podrl.rollout.clock):
+# What decides which version of the weights draws a token (podrl.rollout.clock):
 #   wall     the wall clock
 #   windows  the token clock; several versions draw a sample
 #   whole    the token clock; one version draws all samples of a batch in one call
@@ -95,7 +95,9 @@ class OwnGroup(Group):
 
 @dataclasses.dataclass(eq=False)
 class TokenGroup(OwnGroup):
-    """A group under the token clock: prompts of one batch whose samples one process makes.
+    """The unit of work under the token clock: all samples of those prompts of a batch that one process makes.
+
+    Elsewhere a group is the samples of one prompt.
 
     Attributes:
       quantum: number of tokens that a sample draws in each window except the last; 0 if one version draws all tokens.

@@ -14,7 +14,9 @@ _UNSEALED = ({"step": int, "again": list}, {"step": int, "groups": list, "queue"
 
 
 class WallJournal:
-    """The decisions of the wall clock, one JSON line with a checksum for each. A line is on disk before its effect.
+    """The decisions of the wall clock, one JSON line with a checksum for each.
+
+    A line is on disk before any process acts on its decision.
 
       {"step": 7, "again": [12]}                prompts that are submitted again when 7 steps are done, because their
                                                 old samples are dropped

@@ -150,7 +150,8 @@ def read_records(workdir: str | os.PathLike, name: str) -> list[LogRecord]:
 def _records(content: bytes) -> Iterator[tuple[bytes, LogRecord]]:
     """Yields (line, record) of every valid line: a JSON object with an integer step.
 
-    Lines are split at newlines only, because JSON text may hold all other line breaks.
+    Lines are split at '\\n' only: str.splitlines would also split at U+2028 and other characters that JSON strings may
+    hold unescaped.
     """
     for line in content.split(b"\n"):
         try:

@@ -111,7 +111,7 @@ class JudgedAnswers:
     compared = True  # True if answers are also scored under a reference
 
     def __init__(self, cluster: RLCluster, config: Any, shape: PackShape):
-        """Sets the cluster's loss, and keeps a reference if answers are compared with one.
+        """Sets the cluster's loss, and keeps a reference if `compared` is True.
 
         Args:
           cluster: the actor, and its reference if there is one.
@@ -254,7 +254,10 @@ class ORPO(JudgedAnswers):
 
 
 class KTO(JudgedAnswers):
-    """Learns from labelled answers; compares each with how far the policy has drifted from the reference (KTO)."""
+    """Learns from single answers that are labelled good or bad (KTO).
+
+    Compares each answer's log-ratio of policy to reference with the policy's mean drift from the reference.
+    """
 
     @staticmethod
     def formula(config: KTOConfig) -> str:

@@ -123,7 +123,7 @@ class EvaluationShares:
         """Answers the hosts that ask for a share, as long as there are shares."""
         for host, request in list(self._open_requests.items()):
             left = [share for share in range(len(self._hosts)) if share not in self._scores]
-            # A host that asks again has not heard the answer, so it gets the same share.
+            # A host that asks for a share again has not received the first answer, so it gets the same share.
             mine = [share for share in left if self._hosts[share] == host]
             free = [share for share in left if self._hosts[share] is None]
             if self._over >= 0:
@@ -199,13 +199,14 @@ class EvaluationHost:
         self._policy: Policy | None = None
 
     def work(self) -> int:
-        """Makes shares until the job is over; returns the step that it reached."""
+        """Scores shares of evaluations until the job is over; returns the step that the job reached."""
         self._run.begin()
         while True:
             share = self._request_share()
             if "over" in share:
                 return int(share["over"])
-            # A lost host may have recorded answers of its environments, so this host must read the records again.
+            # A host that was lost while it scored this share may have recorded outside answers. This host must repeat
+            # these answers, so it reads the records again.
             self._run.notify_takeover()
             try:
                 result = self._score_share(int(share["step"]), (int(share["share"]), int(share["shares"])))

@@ -82,8 +82,8 @@ class RemoteEvaluations:
         scores.
 
         Raises:
-          BatchError: a reward function failed, or a service that it asks was away; raised on every trainer host, and
-            only with `wait`.
+          BatchError: a reward function failed, or a service that it calls could not be reached; raised on every trainer
+            host, and only with `wait`.
         """
         if (step := self.step_in_flight) is None:
             return None

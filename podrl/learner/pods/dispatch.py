@@ -112,7 +112,7 @@ class Dispatcher:
         deadline_s: float,
         read: Callable[[], Prompts],
     ):
-        """Begins to listen to the hosts.
+        """Stores the collaborators, and begins to receive the reports of the rollout hosts.
 
         Args:
           pod: the job's processes.
@@ -135,7 +135,7 @@ class Dispatcher:
         self._clock_from = 0  # steps before this one are repeated from the journal
         self._batches = 0  # batches of prompts read since the start of the run
         self._batches_before = 0  # batches of prompts that had been read before the current step
-        self._failed: int | None = None  # a host that could not go on
+        self._failed: int | None = None  # number of a host that has reported that it cannot go on
         # The batch whose prompts could not be read, and the error.
         self._read_error: tuple[int, BatchError] | None = None
         # The step and the result of the last call of `_collect_states`.
@@ -164,7 +164,7 @@ class Dispatcher:
         """Advances to a step: submits again the prompts of groups that are too old, and hands out the prompts of new
         batches.
 
-        If the prompts of a batch cannot be read, `decide` raises the error once the batches before it are trained on.
+        If the prompts of a batch cannot be read, `decide` raises the error when training reaches this batch.
 
         Args:
           step: number of steps done.
@@ -221,8 +221,10 @@ class Dispatcher:
             self._open_batch(step, [group.key for group in chosen], [group.host for group in chosen])
 
     def counts(self, step: int) -> Mapping[str, float]:
-        """Returns the metrics of the queue at the time when the batch of a step was decided; only the first call has
-        them."""
+        """Returns the metrics of the queue at the time when the batch of a step was decided.
+
+        Only the first call for a step returns metrics.
+        """
         return self._open.counts(step)
 
     def state(self, step: int, first: int) -> PartialBatch:
@@ -326,7 +328,10 @@ class Dispatcher:
             self._send_groups(host, groups)
 
     def _send_groups(self, host: int, groups: Sequence[RemoteGroup], *, in_batch: bool = False) -> None:
-        """Orders a host to make groups. `in_batch`: a batch already has them, so they must become the same again."""
+        """Orders a host to make groups.
+
+        `in_batch` is True if a batch already holds the groups, so that the host must draw the same tokens again.
+        """
         # Groups with different fields go into separate orders: join() would add every field to all prompts, as None.
         for _, alike in itertools.groupby(groups, lambda group: tuple(group.prompts.fields)):
             entries, parts = [], []

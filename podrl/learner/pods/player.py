@@ -28,7 +28,7 @@ _TELL_EVERY = 4  # windows between two reports to the leader under the token clo
 class HostPlayer:
     """Plays groups window after window, and serves the groups that batches hold.
 
-    A window begins when the batch of its step is first asked for. Under the token clock a window ends when its samples
+    A window begins when the batch of its step is first requested. Under the token clock a window ends when its samples
     have drawn their tokens. Under the wall clock it ends when the next weights have arrived and the running dispatch is
     over. Only under the wall clock, orders of the leader interrupt the window after the running dispatch, and reports
     tell the leader which groups have ended. Samples are played on `thread`; a second thread puts batches together.
@@ -164,7 +164,7 @@ class HostPlayer:
         self._thread.submit(self._save, self._at).result()
 
     def closing(self) -> None:
-        """Asks both threads to end their work as soon as they can."""
+        """Sets the flag at which both threads end their work as soon as they can."""
         with self._more:
             self._closed, self._window = True, None
 
@@ -176,7 +176,7 @@ class HostPlayer:
         self._give_up(list(self._groups))
 
     def _submit(self) -> None:
-        """Makes the rollout thread carry out orders and play on; called under the lock."""
+        """Makes the rollout thread carry out orders and continue the open window; the caller holds `_more`."""
         if not self._closed:
             self._thread.submit(self._play, self._window)
 
