@@ -101,7 +101,7 @@ def _temporary() -> "tempfile.TemporaryDirectory[str]":
 def key(*parts: object) -> str:
     """Computes a key of the cache: the checksum of `parts`, which must be JSON values, and of this package's code.
 
-    The code is part of the key, so that a changed reader does not use the results of an older one.
+    The code is part of the key, so that a changed reader does not use the results of an older reader.
     """
     return hashlib.sha256(json.dumps([_code(), *parts]).encode()).hexdigest()
 

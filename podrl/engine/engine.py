@@ -304,7 +304,7 @@ class Engine:
 
     def _shown(self, spec: Spec) -> NamedSharding:
         """Returns the sharding of a result that hosts read: each host of a replica gets all of the replica's rows."""
-        if self.several_hosts:  # rows stay cut over `data`: the hosts of a replica read only the replica's rows
+        if self.several_hosts:  # the result stays cut over `data`: the hosts of a replica read only its rows
             spec = Spec(*("data" if "data" in ((e,) if isinstance(e, str) else e or ()) else None for e in spec))
         return NamedSharding(self.mesh, spec)
 

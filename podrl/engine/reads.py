@@ -99,7 +99,7 @@ class ReadShape:
     """Fixed sizes of one shard's read list.
 
     Attributes:
-      lanes: R, lanes of the shard.
+      lanes: R, number of lanes of the shard.
       shared: U, largest number of shared reads; a multiple of `podrl.engine.attention.SHARED_BLOCK`.
       own: O, largest number of own reads; a multiple of `podrl.engine.attention.OWN_BLOCK`.
       members: W, largest number of lanes that a shared read serves.

@@ -52,7 +52,7 @@ class RouteReader:
     def __init__(self, device: Device):
         """Makes an empty collection."""
         self._device = device
-        self._wanted: list[tuple[_Piece, int]] = []  # (piece, index of its page)
+        self._wanted: list[tuple[_Piece, int]] = []  # (piece to read, index of its page in the pool)
         self._used = [0] * device.engine.shards
         self._launched: list[tuple[list[_Piece], Any]] = []
 

@@ -66,7 +66,7 @@ def draw(
     top_R = jnp.max(logits_RV, axis=-1)
     greedy_R = settings.temperature_R <= 0
     scale_R = 1.0 / jnp.where(greedy_R, 1.0, settings.temperature_R)
-    scaled_RV = (logits_RV - top_R[:, None]) * scale_R[:, None]  # at most 0
+    scaled_RV = (logits_RV - top_R[:, None]) * scale_R[:, None]  # no value is above 0
     filtered_R = ((settings.top_k_R > 0) | (settings.top_p_R < 1) | (settings.min_p_R > 0)) & ~greedy_R
     floor_R, whole_R = jax.lax.cond(
         jnp.any(filtered_R & live_R),

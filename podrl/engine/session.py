@@ -348,7 +348,7 @@ class Session:
         elif track.held:
             self.seat([track], urgent=track.hold is None)
         else:
-            last = track.limit if track.recorded else track.until  # see `Track.recorded`
+            last = track.limit if track.recorded else track.until  # pages as in the first run (`Track.recorded`)
             self._scheduler.resume(track.handle, left=last - track.sampled)
 
     def pause(self, track: Track, stop: int) -> None:
@@ -526,10 +526,10 @@ class Session:
         return events
 
     def _settle(self, track: Track, live: bool) -> bool:
-        """Ends a sample, pauses it or takes it out of the session, if one of these is due after its new tokens.
+        """Ends a sample, pauses it, or takes it out of the session, if its new tokens require this.
 
         Returns:
-          True if it did any of these, False if the sample goes on.
+          False if the sample goes on, True otherwise.
         """
         found = track.finder.find(track.tokens) if track.finder else None
         if found is None and live:
@@ -571,7 +571,7 @@ class Session:
         self._release(track, live=live)
 
     def _record(self, track: Track) -> None:
-        """Requests a read of the experts that a sample's tokens took; other samples may get its pages afterwards."""
+        """Requests a read of the experts that a sample's tokens took, before other samples get the sample's pages."""
         if self._routes is None or not track.recording:
             return
         length = len(track.prompt) + len(track.tokens)

@@ -97,7 +97,7 @@ class Observation:
 
 
 class Tags:
-    """Calls in tags: `<call_tool name="t" k="v">query</call_tool>`, `<tool name="t">query</tool>`, `<t>query</t>`.
+    """Reads calls in tags: `<call_tool name="t" k="v">query</call_tool>`, `<tool name="t">query</tool>`, `<t>q</t>`.
 
     Attributes:
       role: role of observations; 'raw' appends them to the model's own turn.
@@ -225,7 +225,7 @@ class Tags:
 
 
 class Json:
-    """Calls as JSON in a turn that the model ends: within <tool_call> tags (hermes), or without tags (json).
+    """Reads calls that the model writes as JSON and then ends its turn: in <tool_call> tags (hermes) or bare (json).
 
     The chat template lists the tools in the prompt, and formats their outputs as turns.
     """

@@ -44,7 +44,7 @@ _NUMBERS = ("limit", "num_results", "n_docs")  # names that servers use for the 
 def query_of(schema: JsonObject) -> str:
     """Chooses the argument that receives the text between a call's tags.
 
-    The first of the usual names is chosen, else the first required argument, else the first argument.
+    The first of the usual names that the tool has is chosen, else the first required argument, else the first argument.
 
     Args:
       schema: JSON schema of the tool's arguments.

@@ -51,7 +51,7 @@ class FinishedEpisode:
 
 
 def digest(turn: JsonObject) -> str:
-    """Hashes a turn of the model: its text, its tokens and its end."""
+    """Hashes a turn of the model: its text, its tokens and the reason of its end."""
     text = json.dumps([turn["text"], turn["stop"], list(turn["tokens"])])
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 

@@ -61,7 +61,7 @@ class Journal:
         """
         self._store, self.exact = store, exact
         self._known: dict[str, Records] = {}
-        self._reading = asyncio.Lock()  # held while the store is read, so that no sample looks up an outdated record
+        self._reading = asyncio.Lock()  # locked while the store is read, so that no sample looks up an outdated record
         self._old: set[str] = set()  # names of steps that must be read again, as other processes may have added records
         self._shed: set[str] = set()  # names of steps with records that were added to the store but not to `_known`
         self._warned = not exact
@@ -220,7 +220,7 @@ class Files:
             try:
                 self._write(records)
                 self._written()
-            except Exception as error:  # noqa: BLE001 - the futures raise it where the callers wait
+            except Exception as error:  # noqa: BLE001 - the futures raise the error where callers wait
                 for *_, done in records:
                     done.set_exception(error)
             else:

@@ -12,8 +12,8 @@ FULL = "full"  # value of Turn.stop if the sample has no room for the observatio
 REFUSED = "refused"  # value of Turn.stop if a request cannot be honoured; Turn.text has a RefusedRequest's fields
 
 
-class Ended(Exception):  # noqa: N818 - no error, as StopIteration
-    """The sample has no room or no turns left. `run` should let this propagate: the sample ends without a Result."""
+class Ended(Exception):  # noqa: N818 - not an error, like StopIteration
+    """The sample has no room or no turns left; it ends without a Result. `run` should not catch this exception."""
 
 
 class OutsideError(Exception):

@@ -23,7 +23,7 @@ _KINDS |= dict.fromkeys((list, tuple, set, frozenset, Sequence, Iterable), "arra
 
 
 def plain(value: object) -> str:
-    """Converts a result to text without lone surrogates; leaves out the middle of more than `MOST_CHARACTERS`."""
+    """Converts a result to text without lone surrogates; cuts the middle out of a text beyond `MOST_CHARACTERS`."""
     if isinstance(value, bytes):
         text = value.decode(errors="replace")
     elif isinstance(value, str):

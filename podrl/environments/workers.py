@@ -283,5 +283,5 @@ def _event_emitter(messages: queue.SimpleQueue[Any]) -> Callable[[JsonObject | B
 
 
 def _error_of(context: Mapping[str, Any]) -> BaseException:
-    """Returns the error in an event loop's context. It is a bug of podrl on the loop's thread; `poll` raises it."""
+    """Returns the error in an event loop's context: a bug of podrl on the loop's thread, which `poll` raises."""
     return context.get("exception") or RuntimeError(str(context.get("message")))

@@ -283,7 +283,7 @@ class DistilledGRPO(GRPO):
         return Batch(rows, batch.micro_batches)
 
     def _taught(self, rows: Any, update: Update) -> TaughtRows:
-        """Adds each token's divergence weight, its source's `teacher_coef`, and a scale that makes the sum a mean."""
+        """Adds each token's weight, the `teacher_coef` of its source, and a scale that makes the divergence a mean."""
         coef, teachable_BT = self._sources.of("teacher_coef", update.experience), self._teachable(update.experience)
         weight_BT = (coef * teachable_BT)[update.chosen]
         scale = self._loss.divisor(update.mask_BT) / max(float((weight_BT > 0).sum()), 1.0)

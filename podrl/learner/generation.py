@@ -105,7 +105,7 @@ class Generator:
         Args:
           prompts: prompts of `config.prompt_batches` batches; dynamic sampling skips prompts that it does not need.
           policy: weights on the rollout mesh.
-          step: part of every sample's random key.
+          step: step that trains on the batch; a part of every sample's random key.
 
         Raises:
           BatchError: a reward function failed, or too many samples failed.
@@ -133,7 +133,7 @@ class Generator:
 
         Args:
           prompts: prompts of `config.prompt_batches` batches; under the wall clock, the prompt of one group.
-          step: part of every sample's random key.
+          step: step at which the prompts are submitted; a part of every sample's random key.
           partial: samples of the batch that another process began; None if there are none.
 
         Raises:

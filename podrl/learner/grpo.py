@@ -206,7 +206,7 @@ class GRPO:
         return factor * advantage_BT[update.chosen], factor * weight_B1
 
     def _placed(self, rows: Any, update: Update) -> Batch[Any]:
-        """Puts the rows of an update on the mesh, and adds old and reference log-probabilities computed there."""
+        """Puts an update's rows on the mesh, and adds the old and reference log-probabilities that the loss reads."""
         batch = self.cluster.actor.put(update.placement.batch(rows))
         alone = self._with_old(batch.rows.alone, batch.layout())
         if self._loss.needs_reference():

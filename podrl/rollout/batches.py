@@ -75,7 +75,7 @@ class BatchMaker:
         cuts = {"ends": lambda prompts: (0, prompts)} if self._by_tokens else {}
         self._open = OpenGroups(clock, size, self._group, **cuts)
         self._waited: dict[int, Future[Sequence[OwnGroup]]] = {}  # groups of each batch in flight, by step
-        self._at = 0  # the newest version
+        self._at = 0  # number of the newest version of the weights
         self._next: Policy | None = None  # the next window's policy; None once that window has begun
         self._playing = Policy({}, -1)  # the policy of the window that the thread plays
         self._failed: BaseException | None = None

@@ -51,7 +51,7 @@ class TokenClock:
         """
         self._fixed, self._windows = rollout.window_tokens, staleness
         self._multiple, self._limit = rollout.steps_per_dispatch, rollout.max_tokens_to_generate
-        self._longest: dict[int, int] = {}  # tokens of the longest sample of each batch, by step
+        self._longest: dict[int, int] = {}  # number of tokens of each batch's longest sample, by step
 
     @property
     def used(self) -> bool:
@@ -77,7 +77,7 @@ class TokenClock:
         return max(math.ceil(tokens / self._multiple), 1) * self._multiple
 
     def saw(self, step: int, longest: int) -> None:
-        """Records the tokens of the longest sample in the batch of a step."""
+        """Records the number of tokens of the longest sample in the batch of a step."""
         if not self.used:
             return
         self._longest[step] = longest
@@ -242,7 +242,7 @@ class WallClock:
             old = set(self._journal.again(step))
         else:
             old = {group.index for group in self._too_old(step, groups)}
-            if groups:  # there are none at the start and at the end of a run
+            if groups:  # there are no groups at the start and at the end of a run
                 self._journal.write({"step": step, "again": [group.index for group in groups if group.index in old]})
         self._cancelled = len(old)
         return [group for group in groups if group.index in old]

@@ -107,7 +107,7 @@ class RolloutRequest:
       mode: 'train' or 'eval'.
       of_step: value of `Task.step` for environments: the training step; in an evaluation, the version of the weights.
       expected: expected number of tokens of a sample, by row; rows without a known number are missing.
-      route_bytes: bytes of a token's routes if they are recorded, else 0.
+      route_bytes: number of bytes of a token's routes if routes are recorded, else 0.
     """
 
     prompts: Prompts
@@ -228,11 +228,11 @@ class EpisodePlayer:
         self._partial = partial
         self._session: Any = None
         self._episodes = {b: Episode() for b in range(len(request.prompts.length_P) * request.group_size)}
-        self._unopened: dict[int, set[int]] = {}  # by prompt: samples whose environments have not opened them yet
+        self._unopened: dict[int, set[int]] = {}  # samples that no environment has opened yet, by prompt
         self._ended: list[int] = []
         self._waiting: set[int] = set()  # samples that wait for a message of their environments
         self._returned: set[int] = set()  # samples whose environments wait for routes (`EpisodeReturn`)
-        self._inboxes: dict[int, list[EpisodeEvent]] = {}  # by row: the episode's inbox in `EnvironmentClient.inboxes`
+        self._inboxes: dict[int, list[EpisodeEvent]] = {}  # inboxes of `EnvironmentClient.inboxes`, by row
         self._budget = TokenBudget()
         self._calls: int | None = None
         self._failed = 0
@@ -351,7 +351,7 @@ class EpisodePlayer:
             fields=fields,
             seed=int(self.request.keys_PG2[p, g, 0]),
             index=int(prompts.index_P[p]),
-            sample=g - sampling.greedy if sampling.of(g).temperature else -1,  # -1: the greedy sample of the group
+            sample=g - sampling.greedy if sampling.of(g).temperature else -1,  # -1 stands for the greedy sample
             step=self.request.of_step,
             mode=self.request.mode,
         )

@@ -145,8 +145,8 @@ def runs_of(versions: Sequence[int], breaks: Sequence[int]) -> list[list[int]]:
 def agrees(group: JournalEntry, drawn: Sequence[Sequence[Sequence[int]]], step: int) -> bool:
     """Returns True if partly drawn samples can still become the recorded samples of their group.
 
-    They cannot if the recorded run later lost the host of these samples, because another host then drew all samples of
-    the group again from their beginning.
+    They cannot become the recorded samples if the recorded run later lost their host, because another host then drew
+    all samples of the group again from their beginning.
 
     Args:
       group: the group's entry in the journal.

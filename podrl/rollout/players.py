@@ -222,7 +222,7 @@ class Pace:
         # Samples in the dispatch that was read last, how many of them paused, and the time when it was read.
         self._samples, self._paused, self._since = 1, 0, 0.0
         self._shares = collections.deque([0.25], maxlen=8)  # share of a dispatch's samples that left their lanes
-        self._failed = self._rest = 0  # number of trials in a row that did not pay; dispatches until the next trial
+        self._failed = self._rest = 0  # number of failed trials in a row; number of dispatches until the next trial
 
     def read_first(self) -> bool:
         """Returns True if the dispatch in flight should be read first, so that paused samples can be answered."""

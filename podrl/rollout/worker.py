@@ -289,7 +289,7 @@ class RolloutWorker:
         session = self.session(policy)
         for player, b, sample in self._run(session, players, calls, halt):
             if len(player.done) == player.request.samples:
-                session.finish_routes()  # not in `rows`, which may be called on another thread
+                session.finish_routes()  # done here, because `rows` may be called on another thread
             yield player, _finished(b, sample, player.request.group_size)
 
     def rows(self, player: Player, seconds: float) -> Rollouts:

@@ -47,7 +47,7 @@ class Profiler:
         Args:
           place: the run directory; '' disables profiling.
           host: name of this process, for its directory.
-          steps: (first, last) step to profile; None for none.
+          steps: (first, last) step to profile; None plans no profile.
         """
         self._place, self._host, self.planned = place, host.replace(" ", "_"), steps
         self._requested = False
@@ -113,7 +113,7 @@ class Profiler:
 
     @contextlib.contextmanager
     def _forgiven(self) -> Iterator[None]:
-        """Logs errors instead of raising them: another profile is running, the disk is full, the bucket is away."""
+        """Logs errors instead of raising them: another profile runs, the disk is full, the bucket cannot be reached."""
         try:
             yield
         except (RuntimeError, OSError, ValueError, StorageError) as error:

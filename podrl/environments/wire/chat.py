@@ -52,7 +52,7 @@ def read(body: object, models: Sequence[str], parser: str) -> ParsedRequest:
     if len(set(names(tools))) < len(tools):
         raise fields.refusal("tools", names(tools), "names a tool twice")
     form = format_of(parser, names(tools)) if tools else None
-    if form is None or form.role == "raw":  # at most one call a turn, so false holds anyway
+    if form is None or form.role == "raw":  # a turn has at most one call, so false holds anyway
         fields.flag("parallel_tool_calls")
     logprobs = fields.flag("logprobs")
     fields.neutral("top_logprobs", 0)
@@ -85,7 +85,7 @@ def assistant_message(
 
     Args:
       choice: sampled answer.
-      stop: the client's stop strings; the text ends before the one that was met.
+      stop: the client's stop strings; the text ends before the stop string that was met.
       tools: tools that the request offered.
       parser: format in which the model writes a tool call.
       id: prefix of the ids of the calls, see `call_ids`.

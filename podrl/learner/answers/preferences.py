@@ -177,8 +177,8 @@ def _of_pairs(found: Any, logprob_P2: np.ndarray, *, prefix: str) -> tuple[np.nd
     """Returns the weights of pairs' answers (2 P,), and metrics whose names begin with `prefix`.
 
     Args:
-      found: the loss's `loss_P` and `margin_P` of each pair, and `weight_P2` of its chosen and its rejected answer.
-      logprob_P2: log-probabilities of the two answers, nats.
+      found: result of the loss: `loss_P` and `margin_P` of each pair, and `weight_P2` of the pair's two answers.
+      logprob_P2: log-probabilities of the chosen and of the rejected answer, nats.
     """
     found = jax.device_get(found)
     measured = {
@@ -197,7 +197,7 @@ class DPO(JudgedAnswers):
 
     @staticmethod
     def formula(config: DPOConfig) -> str:
-        """Writes the loss, for the dry run."""
+        """Writes the formula of the loss, for the dry run."""
         smoothing = config.label_smoothing
         turned = f" - {smoothing:g} log sigmoid(-m)" if smoothing else ""
         weight = f"{1 - smoothing:g} " if smoothing else ""
@@ -231,7 +231,7 @@ class ORPO(JudgedAnswers):
 
     @staticmethod
     def formula(config: ORPOConfig) -> str:
-        """Writes the loss, for the dry run."""
+        """Writes the formula of the loss, for the dry run."""
         return (
             f"mean over pairs of -l of the chosen answer - {config.coef:g} log sigmoid(log odds of the chosen - log "
             "odds of the rejected), l = mean log-probability of an answer's tokens, odds = exp(l) / (1 - exp(l))"
@@ -261,7 +261,7 @@ class KTO(JudgedAnswers):
 
     @staticmethod
     def formula(config: KTOConfig) -> str:
-        """Writes the loss, for the dry run."""
+        """Writes the formula of the loss, for the dry run."""
         return (
             f"mean over answers of {config.desirable_weight:g} (1 - sigmoid({config.beta:g} (r - z))) for good ones, "
             f"{config.undesirable_weight:g} (1 - sigmoid({config.beta:g} (z - r))) for bad ones, r = log p / p_ref of "

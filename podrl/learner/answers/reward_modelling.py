@@ -18,7 +18,7 @@ from podrl.trainer import packing
 from podrl.trainer.pack_shape import PackShape
 from podrl.types import Batch, Policy
 
-_SHOWN = 4  # answers of an evaluation in samples.jsonl
+_SHOWN = 4  # number of answers of an evaluation that samples.jsonl shows
 
 
 @section("reward_model")
@@ -58,7 +58,7 @@ class RewardModelling:
 
     @staticmethod
     def formula(config: RewardModelConfig) -> str:
-        """Writes the loss, for the dry run."""
+        """Writes the formula of the loss, for the dry run."""
         return "mean over pairs of -log sigmoid(score of the chosen answer - score of the rejected one)"
 
     def score(self, step: int, experience: SFTBatch) -> PairScores:

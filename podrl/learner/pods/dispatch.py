@@ -129,12 +129,12 @@ class Dispatcher:
         self._deadline_s, self._read = deadline_s, read
         self._by_tokens = clock.mode != "wall"
         self._open = OpenGroups(clock, size, self._group, self._ends)
-        self._decided: dict[int, list[RemoteGroup]] = {}  # by step: groups that hosts still serve to trainers
-        self._queues: dict[int, _HostQueue] = {}  # by host
+        self._decided: dict[int, list[RemoteGroup]] = {}  # decided groups that hosts still serve to trainers, by step
+        self._queues: dict[int, _HostQueue] = {}  # accounts of the rollout hosts, by host
         self._start = self._at = 0  # the step at which this process began, and the step it has reached
         self._clock_from = 0  # steps before this one are repeated from the journal
-        self._batches = 0  # batches of prompts read since the start of the run
-        self._batches_before = 0  # batches of prompts that had been read before the current step
+        self._batches = 0  # number of batches of prompts that were read since the start of the run
+        self._batches_before = 0  # number of batches of prompts that had been read before the current step
         self._failed: int | None = None  # number of a host that has reported that it cannot go on
         # The batch whose prompts could not be read, and the error.
         self._read_error: tuple[int, BatchError] | None = None
@@ -200,7 +200,7 @@ class Dispatcher:
             if self._read_error is not None and step >= self._read_error[0]:
                 self._open_batch(step, [], [LEADER])
                 error, lease = self._read_error[1], Lease(leases.batch(step), 0, 1, LEADER)
-                self._pod.channel.put(lease.key("header"), codec.failure(error))  # for the other trainers
+                self._pod.channel.put(lease.key("header"), codec.failure(error))  # other trainers raise it, too
                 raise error
             self._awaited_step = step
             while not (chosen := self._choose_batch(step)) and self._failed is None:

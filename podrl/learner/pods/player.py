@@ -22,7 +22,7 @@ from podrl.types import BatchError, Policy
 
 _log = logging.getLogger("podrl.hosting")
 _FOREVER_S = 1e9
-_TELL_EVERY = 4  # windows between two reports to the leader under the token clock
+_TELL_EVERY = 4  # number of windows between two reports to the leader under the token clock
 
 
 class HostPlayer:
