@@ -176,7 +176,7 @@ class _File(NamedTuple):
       dropped: number of records that the transforms dropped, by reason.
       hashes: question hash of every record.
       is_held: True for each record that is held out.
-      unanswered: text that names the first record without an answer and its fields; '' if all have one.
+      unanswered: text that names the first record without an answer and its fields; '' if all records have answers.
     """
 
     records: sources.Records

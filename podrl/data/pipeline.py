@@ -74,7 +74,7 @@ class PromptStream(BatchStream[_Task]):
           prompts_per_step: number of prompts in a step of the whole job.
           max_prompt_length: largest number of tokens of a prompt; also the width of every batch.
           shuffle_seed: seed of the order; None keeps the source's order.
-          long_prompts: treatment of a longer prompt: 'skip' leaves it out and counts it, 'error' raises.
+          long_prompts: treatment of a longer prompt: 'skip' leaves it out and counts it, 'error' raises an error.
           unanswered: value of the attribute `unanswered`.
           curriculum: settings of the choice of prompts by their pass rates. With None, or settings that decide
             nothing, every prompt has its turn.

@@ -60,7 +60,7 @@ class Limit:
     Attributes:
       tokens: largest number of tokens of an item.
       key: name of the setting with this limit, for messages.
-      beyond: treatment of a longer item: 'skip' leaves it out, 'error' raises.
+      beyond: treatment of a longer item: 'skip' leaves it out, 'error' raises an error.
     """
 
     tokens: int

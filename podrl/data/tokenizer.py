@@ -169,7 +169,7 @@ class Tokenizer:
         return next((own for own in found if own is not None), ids)
 
     def _split_behind(self, anchor: str, text: str) -> list[int] | None:
-        """Encodes a text after the text `anchor`; None if a token holds characters of both."""
+        """Encodes a text after the text `anchor`; None if a token holds characters of both texts."""
         before, ids = self._backend.encode(anchor), self._backend.encode(anchor + text)
         return ids[len(before) :] if ids[: len(before)] == before else None
 
@@ -206,7 +206,7 @@ class Tokenizer:
             ids = self._encode_behind(text, behind)
             if self._special.isdisjoint(ids):
                 return ids
-        # The text is cut after the first character of every special token, so that no piece holds a whole one.
+        # The text is cut after the first character of every special token, so that no part holds a whole special token.
         cuts = [0, *(found.start() + 1 for found in self._starts.finditer(text)), len(text)]
         ids: list[int] = []
         for start, end in itertools.pairwise(cuts):
@@ -275,7 +275,7 @@ class Tokenizer:
         Args:
           messages: mappings with 'role' (system, user, assistant or tool) and 'content'.
           add_generation_prompt: True to end with the opening of the model's turn.
-          tools: schemas of the functions that the model may call; None for the tokenizer's own.
+          tools: schemas of the functions that the model may call; None takes the tokenizer's own schemas.
           marks: two texts, written before and after each stretch that the template marks as the model's words.
 
         Raises:

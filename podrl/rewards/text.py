@@ -206,7 +206,7 @@ def _validator(schema: str) -> Any:
             yield jsonschema.ValidationError(f"no multiple of {step}")
 
     def unique_items(validator: Any, wanted: bool, value: Any, _: Any) -> Iterator[jsonschema.ValidationError]:
-        """Takes time linear in the number of items; jsonschema compares all pairs of lists and objects."""
+        """Refuses equal items, in time linear in their number; jsonschema itself compares all pairs of items."""
         if wanted and validator.is_type(value, "array") and len(set(map(_same_if_equal, value))) < len(value):
             yield jsonschema.ValidationError("equal items")
 

@@ -76,7 +76,7 @@ class Spans:
                 heapq.heappop(self._calls)
 
     def _collect_calls(self) -> list[Span]:
-        """Returns the calls since the last collection, by start; one call has `left_out`, the number of dropped calls."""
+        """Returns the calls since the last collection, by start; `left_out` of one call counts the dropped calls."""
         with self._lock:
             calls, count = [span for *_, span in self._calls], self._call_count
             self._calls, self._call_count = [], 0
