@@ -185,7 +185,7 @@ class DistilledGRPO(GRPO):
         """Finds the policy's likeliest ids at each sampled token, and scores these ids with the teacher.
 
         `read` are the samples as the teacher reads them. The policy's packing and the teacher's packing put a sampled
-        token at different places; its number is the same in both.
+        token at different places; the token's number among the sampled tokens is the same in both.
         """
         actor, rollouts = self.cluster.actor, experience.rollouts
         number_BT, their_number_BT = _numbered(rollouts.mask_BT), _numbered(read.mask_BT)

@@ -149,7 +149,7 @@ def texts(experience: Experience) -> Message:
 
 
 def whole(experience: Experience) -> Message:
-    """Packs the header and the texts in one message, which can be read as either."""
+    """Packs the header and the texts in one message, for readers of the header and for readers of the texts."""
     one, other = header(experience), texts(experience)
     return Message({**one.value, **other.value}, {**one.arrays, **other.arrays})
 

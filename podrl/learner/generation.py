@@ -83,8 +83,8 @@ class Generator:
         settings: Any = config
         self._cluster, self._rewards, self._config = cluster, rewards, config
         self._group_size: int = settings.num_generations
-        # Only under the token clock: under the wall clock, WallClock drops groups without a signal (with equal rewards)
-        # from the queue before it makes a batch.
+        # Groups without a signal (with equal rewards) are replaced here only under the token clock. Under the wall
+        # clock, WallClock drops them from the queue before it makes a batch.
         self._refills = config.dynamic_sampling and cluster.config.rollout().clock == "tokens"
         self._greedy = config.estimator().needs_greedy
         beside = self._greedy and able(cluster.config.rollout_engine, "greedy_members")
@@ -330,8 +330,8 @@ class Generator:
         """Takes the greedy samples out of the groups.
 
         Returns:
-          The other samples; their rewards; the reward of each prompt's greedy sample, or None if no greedy samples were
-          drawn with the others.
+          The samples that are not greedy; their rewards; the reward of each prompt's greedy sample, or None if greedy
+          samples are not in the groups.
         """
         if not self._beside:
             return rollouts, reward_FB, None
@@ -393,7 +393,7 @@ class Generator:
         """Scores samples that are not trained on: 'reward' as in training, 'reward/NAME' of each function.
 
         Args:
-          rollouts: the samples; a failed one gets the reward NaN.
+          rollouts: the samples; a failed sample gets the reward NaN.
           at_once: number of prompts whose samples the reward functions get as one batch.
         """
         prompts_P = np.arange(len(rollouts.prompts.length_P))
@@ -452,7 +452,7 @@ class Generator:
     def _scores(
         self, rollouts: Rollouts, batch: OpenBatch, model_reward_B: np.ndarray | None = None, *, beside: int = 0
     ) -> np.ndarray:
-        """Returns the rewards of samples, (F, B), by every function, the reward model and their environments.
+        """Returns the rewards of samples, (F, B), by every function, the reward model and the samples' environments.
 
         A failed sample has NaN. A sample out of time has the mean of its group's other samples. The first `beside`
         samples of a group are greedy and do not count for this mean.
@@ -543,7 +543,7 @@ class Generator:
         return select(rollouts, chosen), reward_FB[:, rows_B], seconds, counts
 
     def _signal(self, reward_FB: np.ndarray, group_B: np.ndarray) -> np.ndarray:
-        """Marks the groups with unequal rewards, greedy samples aside, in the order of the groups."""
+        """Marks the groups with unequal rewards, in the order of the groups; greedy samples do not count."""
         own_B = groups.member_of(group_B) >= self._beside
         reward_B, group_B = self._rewards.combine(reward_FB[:, own_B]), group_B[own_B]
         return groups.spread(reward_B, group_B)[groups.first_of(group_B)] > 0

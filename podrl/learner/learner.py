@@ -96,7 +96,7 @@ def fit(
     Args:
       cluster: the models, or the parts of them that this process holds.
       stream: the data; None on a rollout host that reads no data.
-      run: files, checkpoints and signals; its `with` block has been entered.
+      run: the run's files, checkpoints and signals; the caller is inside its `with` block.
       schedule: steps at which the loop saves, evaluates and stops, and the staleness.
       workload: samples and evaluations of the job.
       trained: the algorithm and its report; None on a rollout host.

@@ -68,7 +68,7 @@ class RolloutSource(Protocol):
 
 
 class Algorithm(Protocol):
-    """Turns a batch of experience into optimizer updates; the types passed between its methods are its own."""
+    """Turns a batch of experience into optimizer updates; each algorithm has its own types of scores and advantages."""
 
     def score(self, step: int, experience: Any) -> Any:
         """Scores the batch under the weights before the step's first update: log-probabilities, nats (and values)."""

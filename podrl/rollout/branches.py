@@ -210,7 +210,7 @@ class Branches:
           drawn: recorded answer (podrl.rollout.partial.pack_turn) that the branch takes over; if the answer has not
             ended, the engine samples its remaining tokens. An answer with a hash of its request (`read_record`) is
             taken over only if it answers this request. If the request opens a branch, `routes` has the branch's routes,
-            if they were recorded. None to sample the whole answer.
+            if they were recorded. None samples the whole answer.
 
         Returns:
           The request's tokens that the branch did not have; None if there is no room for them and an answer.
@@ -387,7 +387,7 @@ class Branches:
             return None, [], []
         whole = session.track(self._prompt, self._key_2, self._sampling, Opening())
         piece_X: list[int] = []
-        # Compares identity, not content: `add_request` gives the array of the data's prompt itself to a branch that
+        # The comparison is by identity: `add_request` gives the array of the data's prompt itself to a branch that
         # begins with this prompt.
         first = self._branches[0].track.prompt is not self._prompt
         for number, branch in enumerate(self._branches, int(first)):

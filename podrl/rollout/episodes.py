@@ -68,8 +68,8 @@ class EnvironmentClient:
       failed_share: env.failed_share of the job, the largest share of a request's environments that may fail.
       history: env.history of the job.
       waits_for: calls of environments that the samples wait for (`Episodes.waiting`); '' while a sample runs.
-      started: number of episodes so far, over all requests. Episodes are numbered by it, so that a late message of a
-        cancelled request is not taken for a message of a later request.
+      started: number of episodes so far, over all requests. Episodes get their numbers from this count, so that a late
+        message of a cancelled request is not taken for a message of a later request.
       inboxes: unread messages of each open episode, by the episode's number.
     """
 
@@ -140,7 +140,7 @@ class Episode:
       track: record of the sample; None before its environment has opened it.
       opening: tokens and limits that the sample begins with; None before its environment has sent them.
       stops: stop strings of the present turn that are a single special token, by the token's id.
-      strings: the other stop strings of the present turn.
+      strings: stop strings of the present turn that are not a single special token.
       turns: a record of each turn and observation, as in podrl.types.Rollouts.
       rewards: (index of the token in the completion, reward) of each reward.
       reward: sum of the environment's rewards; None until the environment has ended, or if it gave no reward.
@@ -603,7 +603,7 @@ class EpisodePlayer:
             self._drop_recorded_answers(b)
         if failed and episode.branches is not None and self._by_wall:
             # The tokens of a failed conversation are not in the loss. The journal has no record of the conversation, so
-            # a repeated run cannot sample it again. This run drops it, too, so that the sample is the same in both.
+            # a repeated run cannot sample it again. This run drops it, too, so that both runs have the same sample.
             episode.track, episode.branches, episode.piece, episode.turns = None, None, [], []
         if failed:
             episode.rewards = []  # otherwise rewards of turns before the failure would look like the whole reward

@@ -219,7 +219,7 @@ class Pace:
 
     def __init__(self, session: Session, clock: Callable[[], float] = time.perf_counter):
         self._session, self._clock = session, clock
-        # Samples in the dispatch that was read last, how many of them paused, and the time when it was read.
+        # Number of samples in the dispatch that was read last, number of them that paused, and time of the read.
         self._samples, self._paused, self._since = 1, 0, 0.0
         self._shares = collections.deque([0.25], maxlen=8)  # share of a dispatch's samples that left their lanes
         self._failed = self._rest = 0  # number of failed trials in a row; number of dispatches until the next trial
@@ -244,7 +244,7 @@ class Pace:
         """Records that a dispatch was read.
 
         Args:
-          samples: number of samples in it.
+          samples: number of samples in the dispatch.
           paused: number of these samples that paused.
           left: number of these samples that left their lanes, for any reason.
         """

@@ -101,9 +101,9 @@ class JudgedAnswers:
     """The algorithm that DPO, ORPO and KTO share: a policy gradient on whole answers, each with a weight of its own.
 
     The losses compare several sequences, which packing may put into different rows. But the gradient of such a loss is
-    the gradient of -weight x log-probability, with a weight per answer that depends on the log-probabilities of whole
-    answers only. So scoring first gives the exact gradient for any packing, micro-batch split and mesh. Scores are
-    computed without the dropout of adapters.
+    the gradient of the sum of -weight x log-probability over the answers, and each weight is a number that follows from
+    the log-probabilities of whole answers. So all answers are scored first, and the weights then give the exact
+    gradient for any packing, micro-batch split and mesh. Scores are computed without the dropout of adapters.
 
     A subclass adds `score`, `advantages` and `watched`, and is then a podrl.learner.loop.Algorithm.
     """
@@ -128,7 +128,7 @@ class JudgedAnswers:
         return None, {}
 
     def pack(self, step: int, experience: Any, scores: Any, advantages: np.ndarray) -> list[Batch[WeightedRows]]:
-        """Packs all answers of a step into one update; `advantages` are the answers' weights, `scores` AnswerScores."""
+        """Packs all answers of a step into one update; `advantages` has the weight of each answer."""
         placement = scores.placement
         mask_BT, length_BT = placement.loss_tokens(experience.mask_BT)
         weight_BT = np.broadcast_to(advantages[:, None], experience.tokens_BT.shape)

@@ -47,8 +47,8 @@ class PairScores:
 class RewardModelling:
     """Implements podrl.learner.loop.Algorithm for a reward model: raises the score of the chosen answer of a pair.
 
-    As in DPO, a pair is scored first, and then each answer's score is pushed by the derivative of the pair's loss. So
-    packing may put the two answers into different rows. An answer's score is read at its last token.
+    As in DPO, a pair is scored first, and then the derivative of the pair's loss is the weight of each answer's score.
+    So packing may put the two answers into different rows. An answer's score is read at its last token.
     """
 
     def __init__(self, cluster: ScorerCluster, config: RewardModelConfig, shape: PackShape):

@@ -186,7 +186,7 @@ class Dispatcher:
             return {queue.address: queue.sent for queue in self._queues.values()}
 
     def decide(self, step: int) -> None:
-        """Waits until a step's batch has its groups, records them in the journal, and tells all processes.
+        """Waits until a step's batch has its groups, writes them to the journal, and announces them to all processes.
 
         Raises:
           BatchError: the prompts of the batch could not be read.
@@ -230,8 +230,8 @@ class Dispatcher:
     def state(self, step: int, first: int) -> PartialBatch:
         """Collects, for a checkpoint, as many open groups as the batch of a step will have.
 
-        Groups whose prompts were read for the current step join the last batch that was begun before it. Hosts offer
-        the state of their groups at the start of each window in which a checkpoint is made.
+        Groups whose prompts were read for the current step join the last batch that was begun before this step. Hosts
+        offer the state of their groups at the start of each window in which a checkpoint is made.
 
         Args:
           step: step that trains on the batch.
