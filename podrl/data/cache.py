@@ -108,7 +108,7 @@ def key(*parts: object) -> str:
 
 @functools.cache
 def _code() -> str:
-    """Computes the checksum of the code that reads records, checks them and takes notes of them."""
+    """Computes the checksum of the code that reads records, checks them and makes their notes."""
     here = pathlib.Path(__file__).parent
     files = [*sorted(here.glob("*.py")), here.parent / "runtime" / "plain.py"]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()

@@ -146,7 +146,7 @@ class _Writing:
         """Finds a form of the messages that the template writes in full.
 
         Raises:
-          ValueError: there is no such form; the message says what is wrong with the messages as they were passed.
+          ValueError: the template writes no form in full; the error is about the messages as they were passed.
         """
         self._tokenizer = tokenizer
         self.write = functools.partial(tokenizer.apply_chat_template, tools=tools)

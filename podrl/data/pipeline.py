@@ -266,8 +266,8 @@ def _fixed(
 def longest_prompt(config: DataConfig, tokenizer: Tokenizer, *, look: int = 8192) -> int:
     """Finds the length of the longest of the first `look` training prompts, in tokens, rounded up to a multiple of 64.
 
-    Warns if it is far longer than the others. The data cache (`config.cache`) keeps the result, because rendering
-    thousands of prompts delays a start.
+    Warns if this prompt is far longer than the other prompts. The data cache (`config.cache`) keeps the result, because
+    rendering thousands of prompts delays a start.
     """
     cache = Cache(config.cache)
     name = _key_of_longest(config, tokenizer, look, cache)

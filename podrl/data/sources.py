@@ -301,7 +301,7 @@ def files(path: str) -> list[epath.Path]:
     """Resolves a path or pattern to files, sorted by name; a `*` in the name of an existing file is not a pattern.
 
     Raises:
-      FileNotFoundError: nothing matches the path, or it is a directory.
+      FileNotFoundError: nothing matches the path, or the path is a directory.
     """
     if path.startswith(hub.DATA):
         return [epath.Path(file) for file in hub.data_files(path)]

@@ -28,7 +28,7 @@ FILES = (
 )
 ORDINARY = -1  # stands for any token that is not special
 # A text that continues another text is encoded after an anchor, so that it is not encoded like a beginning. The anchor
-# is the first of these texts with which it shares no token.
+# is the first of the texts below that shares no token with the text to encode.
 _ANCHORS = ("\n", "0", ".", "a")
 _WORD = "zq0x"  # stands for the model's words, or for a call's name, in a rendering that shows how a turn ends
 _USER_TURN = {"role": "user", "content": "ask"}
@@ -372,7 +372,7 @@ class Tokenizer:
         template's.
 
         Raises:
-          ValueError: there are none, or one of them is not in the vocabulary.
+          ValueError: there are no end tokens, or one of them is not in the vocabulary.
         """
         name = self._tokens.get("eos_token", "")
         own = self._backend.token_id(name)
@@ -547,7 +547,7 @@ class _Json:
         self._add(path, named)
         self.size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         tokens = self._tokenizer.get_added_tokens_decoder()
-        # As in transformers, a token is special if either file says so.
+        # As in transformers, a token is special if tokenizer.json or tokenizer_config.json says so.
         special = {i for i, token in tokens.items() if token.special} | {
             i for i, (_, is_special) in named.items() if is_special
         }

@@ -309,7 +309,7 @@ class Engine:
         return NamedSharding(self.mesh, spec)
 
     def put_rows(self, rows: np.ndarray) -> Array:
-        """Copies a host array onto the mesh, its first axis over the data-parallel shards."""
+        """Copies a host array onto the mesh; its first axis is divided among the data-parallel shards."""
         return self.put(rows, self._rows)
 
     def put(self, array: np.ndarray, place: NamedSharding) -> Array:

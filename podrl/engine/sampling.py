@@ -55,7 +55,8 @@ def draw(
     """Samples a token for each lane by inverting the cumulative distribution in two levels.
 
     The vocabulary is cut into blocks of 256. One uniform number picks a block in proportion to its probability, a
-    second number picks a token inside the block. So one pass over the vocabulary and one over a block replace a sort.
+    second number picks a token inside the block. So one pass over the vocabulary and one pass over a block replace a
+    sort.
 
     Args:
       logits_RV: logits, float32, soft cap applied.
@@ -77,8 +78,8 @@ def draw(
     sampled_R, total_R = _invert(weight_RV, settings.key_R2, position_R)
     raw_total_R = jnp.sum(jnp.exp(logits_RV - top_R[:, None]), axis=-1)
     failed_R = ~(jnp.isfinite(raw_total_R) & (total_R > 0))
-    # Index of the first maximum. argmax gives the same, but compares one number after the other on CPU and takes ten
-    # times as long there.
+    # Index of the first maximum. jnp.argmax gives the same index, but on CPU it compares one number after the other and
+    # takes ten times as long.
     V = logits_RV.shape[-1]
     first_R = jnp.min(jnp.where(logits_RV == top_R[:, None], jnp.arange(V, dtype=jnp.int32), V), axis=-1)
     # The compiler may compute the logits twice, with different last bits. If no logit then equals the maximum, the lane

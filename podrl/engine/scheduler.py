@@ -45,7 +45,7 @@ class _Shard:
         self.index = index
         self.free_lanes = list(range(shape.lanes))
         self.free_pages = list(range(shape.pages))
-        self.free_slots = list(range(shape.lanes, shape.lanes + shape.slots))  # places after those of the lanes
+        self.free_slots = list(range(shape.lanes, shape.lanes + shape.slots))  # after the lanes' places
         self.prompts: dict[int, PromptRow] = {}
         self.assigned: list[Sample] = []  # samples to seat on this shard, in order
         self.running: dict[int, Sample] = {}  # samples in lanes, by lane

@@ -513,7 +513,7 @@ def shortened(
 
 
 def _shares(lengths: Sequence[int], limit: int) -> list[int]:
-    """Divides `limit` among ranges: short ranges get all they need, long ones get equal shares of the remainder."""
+    """Divides `limit` among ranges: short ranges get all they need, long ranges get equal shares of the rest."""
     shares, left = [0] * len(lengths), limit
     order = sorted(range(len(lengths)), key=lambda i: lengths[i])
     for done, i in enumerate(order):
@@ -714,7 +714,7 @@ def _in_other_tags(visible: str, tools: Sequence[str]) -> bool:
 
 
 def _kinds(property_: object) -> list[object]:
-    """Lists the types that a property of a schema allows; none for a schema that enumerates its values."""
+    """Lists the types that a property of a schema allows; empty if the property enumerates its values."""
     if not isinstance(property_, Mapping) or "enum" in property_:
         return []
     kind = property_.get("type")

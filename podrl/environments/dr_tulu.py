@@ -14,7 +14,7 @@ class KnownTool:
     """A tool that models of DR-Tulu call.
 
     Attributes:
-      theirs: names that a server may use for the tool; the first one that the server has is taken.
+      theirs: names that a server may use for the tool; the first of these that the server has is taken.
       tag: name of the tag around each document of the tool's answer.
     """
 

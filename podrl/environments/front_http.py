@@ -243,7 +243,7 @@ class Connection(asyncio.Protocol):
         self._transport.write(data)
 
     def resume(self) -> None:
-        """Resumes reading from the client, unless a request waits for the response to an earlier one."""
+        """Resumes reading from the client, unless a request waits for the response to an earlier request."""
         if len(self._clients) <= 1:
             self._transport.resume_reading()
 
@@ -325,7 +325,7 @@ class Connection(asyncio.Protocol):
             self._parser = self._new_parser()
             self.data_received(b"\r\n".join([*head, b"", b""]) + data[offer.args[0] :])
         except httptools.HttpParserError as error:
-            # If `on_headers_complete` raised an error, that error is the context of this one.
+            # If `on_headers_complete` raised an error, that error is the context of `error`.
             self._refuse(str(error.__context__ or f"The request is not HTTP/1.1: {error}."))
         else:
             if self._unparsed > _MAX_HEAD:

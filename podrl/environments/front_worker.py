@@ -30,7 +30,7 @@ from podrl.workers.frames import frame_of
 
 _BEAT_S = 3.0  # an idle stream sends a comment this often, so that no proxy closes it
 _LARGE = 1 << 20  # size of a body in bytes above which bodies are read one after the other, which bounds the memory
-_KEPT = 32  # largest number of requests of an episode; beyond it, the oldest answered requests are forgotten
+_KEPT = 32  # number of requests of an episode above which the oldest answered requests are forgotten
 _DIALECTS: Mapping[str, Any] = {
     "/v1/chat/completions": chat,
     "/v1/responses": responses,
@@ -272,7 +272,7 @@ class Endpoint:
                 self._send({"disconnect": exchange.number})
 
         if exchange.delivered and episode.exchanges.get(exchange.digest) is not exchange:
-            # A newer request has the same body, and retries join the newer one.
+            # A newer request has the same body, and retries join the newer request.
             self._exchanges.pop(exchange.number, None)
         elif not exchange.clients and not exchange.delivered:
             asyncio.get_running_loop().call_later(self._grace_s, cancel_if_unread)

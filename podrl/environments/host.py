@@ -1,4 +1,4 @@
-"""Runs a process's episodes in workers; if a worker dies or blocks, others replay the logs of its episodes."""
+"""Runs a process's episodes in workers; if a worker dies or blocks, other workers replay the logs of its episodes."""
 
 import asyncio
 import dataclasses
@@ -312,7 +312,7 @@ class EnvironmentHost:
         while True:
             await asyncio.sleep(HEARTBEAT_S)
             now = time.monotonic()
-            # This process was blocked itself and could not read frames of its workers, so the workers get more time.
+            # If this loop is late, this process was blocked and could not read frames, so its workers get more time.
             if now - last > 5 * HEARTBEAT_S:
                 for worker in self._workers:
                     worker.last_frame_at = now

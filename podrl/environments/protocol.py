@@ -29,7 +29,7 @@ class Task:
 
     Attributes:
       prompt: the prompt's text, as the model sees it.
-      fields: the other fields of the data's record, JSON values.
+      fields: fields of the data's record besides the prompt, JSON values.
       seed: seed derived from the sample's random key, so that a resumed run uses the same seed; 0 to 2^32 - 1.
       index: position of the prompt in the data stream since step 0.
       sample: index of the sample among the samples of its prompt, from 0; -1 for a greedy sample.

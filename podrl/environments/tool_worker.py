@@ -74,7 +74,7 @@ def call(fn: Callable[..., object], arguments: JsonObject, task: JsonObject) -> 
 
     Returns:
       'text' (the answer, or the first line of an error) and 'failed': '', 'arguments' if the function does not take the
-      arguments, or 'exception' if it raised.
+      arguments, or 'exception' if it raised an error.
     """
     hints = _hints(fn)
     own = {name: Task(**task) for name, hint in hints.items() if task and _is_task(hint)}

@@ -75,7 +75,7 @@ class EpisodeEnd:
         the episode's program failed. After 'deadline' and 'failed' the sample must be left out of the loss.
       why: error of a program that failed, with the end of its standard error; '' for any other reason.
       dropped: numbers of requests whose answers no client received, since the last EpisodeObservation with `chat`.
-      rewards: (number of an earlier request, reward of its answer) of each reward since the same EpisodeObservation.
+      rewards: (number of an earlier request, reward of its answer) of each reward since that EpisodeObservation.
     """
 
     episode: int

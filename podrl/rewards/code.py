@@ -137,8 +137,8 @@ class CodeTests:
     def _warn(self, verdict: Verdict) -> None:
         """Warns, once in a job, about a failed test if the test may be at fault and not the program.
 
-        Such a test gave the program a value that is not plain data, such as a function. The test is not refused,
-        because it may give other programs plain data only.
+        The test gave the program a value that is not plain data, such as a function. The test is not refused, because
+        it may give other programs plain data only.
 
         Args:
           verdict: the sandbox's result for one sample; 'unusable' names the fault, '' if there is none.

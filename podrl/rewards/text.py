@@ -77,7 +77,7 @@ class TextConfig:
 
 
 def choice(answer: str, reference: str, config: TextConfig) -> float:
-    """Scores 1 if the answer names the reference's letter and no other ('B', '(B)' or 'B) Paris'), else 0.
+    """Scores 1 if the answer names the reference's letter and no other letter ('B', '(B)' or 'B) Paris'), else 0.
 
     Raises:
       ValueError: the reference is not one of `config.choices`.

@@ -145,7 +145,7 @@ class Episode:
       rewards: (index of the token in the completion, reward) of each reward.
       reward: sum of the environment's rewards; None until the environment has ended, or if it gave no reward.
       metrics: metrics that the environment gave, by name.
-      stop: reason why the sample ended (`podrl.types.STOP_ENV` and the others); None while it goes on.
+      stop: reason why the sample ended, one of the STOP_* codes of `podrl.types`; None while it goes on.
       text: text of the completion, which may be the environment's own instead of the text of the tokens.
       own_text: True if `text` is the environment's own.
       full: True if the sample had no room for the environment's last message.

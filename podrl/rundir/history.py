@@ -86,7 +86,7 @@ class Past:
         return trainer == self.setting("rollout.data_type", trainer) == "float32" and not quantised
 
     def recent(self, now: LogRecord, name: str, count: int = WINDOW) -> list[float]:
-        """Returns the last `count` values of a metric, oldest first; the last one is the value of this step.
+        """Returns the last `count` values of a metric, oldest first; the last value is the value of this step.
 
         Returns [] if there are fewer steps, or if the metric is missing or not finite in one of them.
         """

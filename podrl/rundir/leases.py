@@ -455,7 +455,7 @@ class LeaseServer(Leases):
             return Message({**start, "change": self._change, "tasks": tasks}, arrays)
 
     def _remove_host(self, host: int) -> None:
-        """Removes a lost host and gives its leases to others, on the channel's thread."""
+        """Removes a lost host and gives its leases to other hosts, on the channel's thread."""
         with self._changed:
             self._members.pop(host, None)
             self._changed.notify_all()

@@ -35,7 +35,8 @@ class Profiler:
     """Writes profile/HOST/ in the run directory, for XProf and TensorBoard.
 
     Each process profiles itself. All processes of a pod have the same `planned`: the leader decides it and sends it to
-    the others before the step (podrl/rundir/step_barrier.py). A profile that cannot be written never ends a run.
+    the other processes before the step (podrl/rundir/step_barrier.py). A profile that cannot be written does not end
+    a run.
 
     Attributes:
       planned: (first, last) step of the profile that is planned or being recorded; None for no profile.

@@ -92,7 +92,7 @@ class Run:
         """Opens the run directory.
 
         Args:
-          workdir: the run directory, a path or URL; None for a run without one.
+          workdir: the run directory, a path or URL; None for a run without a directory.
           log: settings of logging; None for the defaults.
           checkpoint: settings of checkpoints; None for the defaults.
           config: content of config.json; an existing config.json must be equal, except for the settings that may
@@ -291,7 +291,7 @@ class Run:
             self._mirror.hurry()
 
     def _open(self, workdir: str | os.PathLike, savers: Sequence[int]) -> None:
-        """Locks the directory, checks that the run in it is this one, and prepares to write there."""
+        """Locks the directory, checks that the run in it is this run, and prepares to write there."""
         if is_remote(workdir):
             check(workdir, "--workdir", writes=True)
         else:

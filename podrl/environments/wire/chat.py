@@ -305,8 +305,8 @@ def _tool(value: object, path: str) -> JsonObject:
 
 
 def _fits(arguments: JsonObject, schema: JsonObject) -> bool:
-    """Returns True if arguments fit a strict schema: all required arguments, no unknown ones, each of the right
-    type."""
+    """Returns True if arguments fit a strict schema: all required arguments are there, none is unknown, and each has
+    the right type."""
     properties = schema.get("properties", {})
     if not set(schema.get("required", ())) <= set(arguments) <= set(properties):
         return False
