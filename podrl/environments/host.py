@@ -237,7 +237,7 @@ class EnvironmentHost:
     # Starting and replacing workers.
 
     def _spec(self, name: str) -> dict[str, str] | None:
-        """Returns the place of an environment of the user; None for an environment that comes with podrl."""
+        """Returns where the code of a user's environment is; None for an environment that comes with podrl."""
         if not is_own(name):
             return None
         try:

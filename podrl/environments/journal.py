@@ -112,7 +112,8 @@ class Journal:
         await self._store.add(_name(task), record)
         if _is_large(record):
             self._shed.add(_name(task))
-            self._known.get(_name(task), {}).pop(_key(record), None)  # an earlier run's record of this episode is void
+            # If an earlier run recorded this episode, its record no longer counts.
+            self._known.get(_name(task), {}).pop(_key(record), None)
         else:
             self._known.setdefault(_name(task), {})[_key(record)] = record
 
@@ -239,7 +240,7 @@ class Files:
                     file.write(sealed_lines.encode(record))
                     if _is_large(record):
                         self._shed.add(name)
-                        known.pop(_key(record), None)  # an earlier run's record of this episode is void
+                        known.pop(_key(record), None)  # as in `Journal.add`
                     else:
                         known[_key(record)] = record
                 for file in changed.values():

@@ -9,7 +9,7 @@ from podrl.mappings import ChatMessage, TaskFields, ToolSchema
 T = TypeVar("T")
 Role = Literal["raw", "user", "tool"]
 FULL = "full"  # value of Turn.stop if the sample has no room for the observation: `say` raises Ended
-REFUSED = "refused"  # value of Turn.stop if a request cannot be honoured; Turn.text has a RefusedRequest's fields
+REFUSED = "refused"  # value of Turn.stop if a request was refused; Turn.text has the fields of the RefusedRequest
 
 
 class Ended(Exception):  # noqa: N818 - not an error, like StopIteration

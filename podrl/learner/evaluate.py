@@ -154,7 +154,7 @@ class HeldOut:
 
 
 def stop_texts(cluster: RLCluster) -> tuple[str, ...]:
-    """Returns the stop strings of training samples without special tokens: the rollout stops at these by itself."""
+    """Returns the stop strings of training samples that are text; those that are special tokens end every sample."""
     strings = cluster.config.rollout().stop_strings
     return Dialogue(cluster.tokenizer).stops(strings)[0] if strings else ()
 

@@ -83,8 +83,8 @@ class Generator:
         settings: Any = config
         self._cluster, self._rewards, self._config = cluster, rewards, config
         self._group_size: int = settings.num_generations
-        # Groups without a signal (with equal rewards) are replaced here only under the token clock. Under the wall
-        # clock, WallClock drops them from the queue before it makes a batch.
+        # Groups without a signal (with equal rewards) are replaced here only with `rollout.clock='tokens'`. With
+        # 'wall', WallClock drops these groups from the queue before it makes a batch.
         self._refills = config.dynamic_sampling and cluster.config.rollout().clock == "tokens"
         self._greedy = config.estimator().needs_greedy
         beside = self._greedy and able(cluster.config.rollout_engine, "greedy_members")
@@ -132,7 +132,7 @@ class Generator:
         """Opens a batch that is sampled under several policies.
 
         Args:
-          prompts: prompts of `config.prompt_batches` batches; under the wall clock, the prompt of one group.
+          prompts: prompts of `config.prompt_batches` batches; with `rollout.clock='wall'`, the prompt of one group.
           step: step at which the prompts are submitted; a part of every sample's random key.
           partial: samples of the batch that another process began; None if there are none.
 
@@ -217,7 +217,8 @@ class Generator:
           seconds: wall time that sampling the batch took.
         """
         prompts = join_prompts([group.player.request.prompts for group in in_flight])
-        # No weights are needed: only podrl's engine serves the wall clock, and it drew greedy samples with the others.
+        # No weights are needed: `gather` is called only with `rollout.clock='wall'`, where podrl's engine has drawn the
+        # greedy samples with the others.
         return self._gather(in_flight, prompts, Policy({}, step), step, seconds, {})
 
     def _gather(
@@ -437,8 +438,8 @@ class Generator:
     def _score_by_model(self, group: GroupInFlight) -> None:
         """Runs the reward model on a batch whose samples have all ended, on the thread that uses the rollout mesh.
 
-        Under the wall clock another thread puts the batch together while the engine goes on. If both threads launched
-        programs on the same devices, the programs could wait for each other.
+        With `rollout.clock='wall'` another thread puts the batch together while the engine goes on. If both threads
+        launched programs on the same devices, the programs could wait for each other.
         """
         if self._cluster.reward_model is not None:
             group.model_reward_B = self._model_rewards(self._cluster.rollout.rows(group.player, 0.0))

@@ -225,7 +225,7 @@ class SampleLearner(SavedByRun):
         if rl_cluster.reward_source and not config.model:
             config = dataclasses.replace(config, model=rl_cluster.reward_source)
         self._reward_config = config
-        self._trained_to = 0  # number of steps made without files; `train` cannot continue from them, so it refuses
+        self._trained_to = 0  # number of steps trained without a run directory; if not 0, `train` refuses to begin
         self._generate: Generator | None = None  # set while `train` runs, if this process generates
         self._prompts = 0
 

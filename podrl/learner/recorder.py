@@ -253,9 +253,9 @@ class Recorder:
         owed = self._beside is not None and self._beside.unsaved()
         with self._run.watchdog.stage("checkpoint"):
             self._run.checkpoints.wait()
-            # Under the wall clock the data position is empty while groups are open, and a checkpoint without batches in
-            # flight would lose the prompts of these groups. So none is saved: the run resumes from the older checkpoint
-            # and the journal.
+            # With `rollout.clock='wall'` the data position is empty while groups are open, and a checkpoint without
+            # batches in flight would lose the prompts of these groups. So no checkpoint is saved: the run resumes from
+            # the older checkpoint and the journal.
             if self._run.saved_step() < step and position and not owed:
                 self.save(step, [])
                 self._run.checkpoints.wait()

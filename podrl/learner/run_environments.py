@@ -76,7 +76,8 @@ def run_environments(
 
     Answers from outside (tools, agents) are kept in `workdir`/outside, which the leader writes if there are several
     processes. If the run directory is in a bucket, answers reach it within seconds. Answers of steps before the newest
-    checkpoint are deleted. Under the wall clock all answers stay, because a run can be repeated from its beginning.
+    checkpoint are deleted. With `rollout.clock='wall'` all answers stay, because a run can be repeated from its
+    beginning.
     """
     if not config.used:
         yield

@@ -330,7 +330,7 @@ class WallClock:
         return known["queue"]
 
     def _replacements(self, chosen: Sequence[Candidate]) -> dict[str, float]:
-        """Returns the metrics of dynamic sampling for a batch, under the same names as under the token clock."""
+        """Returns the metrics of dynamic sampling for a batch, with the names that they have with `TokenClock`."""
         count = len(self._dropped)
         metrics = {
             "dynamic_sampling/groups_drawn": float(len(chosen) + count),

@@ -243,8 +243,8 @@ class EpisodePlayer:
 
     def enter(self, session: Session, budget: TokenBudget, calls: int | None = None) -> None:
         if self._session is None:
-            # Under the wall clock the tokens of recorded answers come from old versions of the weights, so only a batch
-            # that is repeated from the journal may use them.
+            # With `rollout.clock='wall'` the tokens of recorded answers come from old versions of the weights, so only
+            # a batch that is repeated from the journal may use them.
             self._begin_all(session, recorded=budget.repeated or not self._by_wall)
         self._session, self._budget = session, budget
         self._windows |= budget.quantum is not None
@@ -308,8 +308,8 @@ class EpisodePlayer:
     def _state(self, episode: Episode) -> tuple[SavedState, Track | None]:
         if episode.stop is not None or (episode.track is not None and episode.branches is None):
             return {"episode": episode.state()}, episode.track
-        # The environment will begin again. If it sends the same requests, it gets the recorded answers. Under the wall
-        # clock the answers depend on time, so they are not recorded and may be sampled anew.
+        # The environment will begin again. If it sends the same requests, it gets the recorded answers. With
+        # `rollout.clock='wall'` the answers depend on time, so they are not recorded and may be sampled anew.
         begun = {"episode": Episode().state()}
         if episode.branches is None or self._by_wall:
             return begun, None

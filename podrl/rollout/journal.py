@@ -1,4 +1,4 @@
-"""The journal of a run with the wall clock: the groups of each batch, and the versions that drew their tokens."""
+"""The journal of a run with `rollout.clock='wall'`: the groups of each batch, and the versions that drew the tokens."""
 
 import os
 import pathlib
@@ -14,7 +14,7 @@ _UNSEALED = ({"step": int, "again": list}, {"step": int, "groups": list, "queue"
 
 
 class WallJournal:
-    """The decisions of the wall clock, one JSON line with a checksum for each.
+    """The decisions of a `WallClock`, one JSON line with a checksum for each.
 
     A line is on disk before any process acts on its decision.
 

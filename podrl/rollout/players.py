@@ -253,7 +253,7 @@ class Pace:
 
     def wait(self, env_client: EnvironmentClient, players: Sequence[Player]) -> None:
         """Waits for answers while the device is idle, at most for the device time that the paused lanes would waste."""
-        lane_s = min(self._session.took, default=0.0) / self._samples  # value of a lane, in seconds of the device
+        lane_s = min(self._session.took, default=0.0) / self._samples  # seconds of the device per sample in a dispatch
         since = self._since - 2 * max(self._session.planned, default=0.0)  # the launch costs idle time, too
         before = left = _waiting(players)
         while left and (rest := since + lane_s * self._paused - self._clock()) > 0:

@@ -87,7 +87,7 @@ def check(name: str, *, kind: str = "step", meaning: str, key: str) -> Callable[
 def _prompts(now: LogRecord, past: Past) -> str:
     first, before = number(now, "data/first_prompt"), number(past.last[-1], "data/last_prompt") if past.last else None
     if first is None or before is None or past.setting("rollout.clock", "tokens") == "wall":
-        return ""  # with the wall clock, batches do not follow the order of the data stream
+        return ""  # with clock='wall', batches do not follow the order of the data stream
     if first <= before:
         return f"the batch begins with prompt {first:.0f} of the stream, and prompt {before:.0f} was trained before it"
     if first > before + 1 and not past.setting("algo.dynamic_sampling", False):

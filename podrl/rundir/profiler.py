@@ -114,7 +114,7 @@ class Profiler:
 
     @contextlib.contextmanager
     def _forgiven(self) -> Iterator[None]:
-        """Logs errors instead of raising them: another profile runs, the disk is full, the bucket cannot be reached."""
+        """Logs errors instead of raising them, for example if another profile runs or the disk is full."""
         try:
             yield
         except (RuntimeError, OSError, ValueError, StorageError) as error:

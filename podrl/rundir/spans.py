@@ -35,7 +35,7 @@ class Spans:
         self.host = host
         self.compiled = 0.0
         self.send: Callable[[list[Span]], None] | None = None
-        self._clock = time.time() - time.monotonic()  # one offset for all spans, even if the wall clock jumps
+        self._clock = time.time() - time.monotonic()  # one offset for all spans, even if the system's time jumps
         self._spans: deque[Span] = deque(maxlen=_MOST_WAITING)
         self._calls: list[tuple[float, int, Span]] = []  # a heap of (seconds, number, span), shortest first
         self._call_count = 0

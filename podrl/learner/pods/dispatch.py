@@ -28,11 +28,11 @@ class RemoteGroup(Group):
     """The leader's record of a group whose samples a rollout host makes.
 
     Attributes:
-      samples: number of samples; 0 under the token clock, where only the host counts them.
+      samples: number of samples; 0 with `rollout.clock='tokens'`, because then only the host counts them.
       since: step at which the group was opened.
-      quantum: number of tokens that a sample draws in a window; used by the token clock only.
+      quantum: number of tokens that a sample draws in a window; used only with `rollout.clock='tokens'`.
       host: number of the host that makes the group, or NOBODY.
-      entry: the journal's entry of the group once the group has ended; None before, and under the token clock.
+      entry: the journal's entry of the group once the group has ended; None before, and with `rollout.clock='tokens'`.
       moved: True once a host that had the group was lost.
     """
 
@@ -45,9 +45,9 @@ class RemoteGroup(Group):
 
     @property
     def ended(self) -> bool:
-        """Returns True when all samples have ended; under the token clock, when a host has the group.
+        """Returns True when all samples have ended; with `rollout.clock='tokens'`, when a host has the group.
 
-        Under the token clock the trainers wait for the rows that they fetch, so the leader need not know more.
+        With 'tokens' the trainers wait for the rows that they fetch, so the leader need not know when samples end.
         """
         return self.entry is not None if self.samples else self.host != NOBODY
 
@@ -88,13 +88,13 @@ class Dispatcher:
 
     When a host is lost, its groups go to other hosts.
 
-    Under the token clock a group is one host's part of the prompts of a batch. A batch can be decided as soon as all of
-    its groups have hosts; the trainers then wait for the rows that they fetch. The trainers still hold the weights that
-    the lost host used or would have used. A host that takes the group over draws it under the same versions, so the
-    group becomes the same as on the lost host.
+    With `rollout.clock='tokens'` a group is one host's part of the prompts of a batch. A batch can be decided as soon
+    as all of its groups have hosts; the trainers then wait for the rows that they fetch. The trainers still hold the
+    weights that the lost host used or would have used. A host that takes the group over draws it under the same
+    versions, so the group becomes the same as on the lost host.
 
-    Under the wall clock a group has one prompt. Its host keeps the group until all trainers have its batch, and tells
-    the leader when the group has ended. The leader writes to the journal which groups each batch holds, and which
+    With `rollout.clock='wall'` a group has one prompt. Its host keeps the group until all trainers have its batch, and
+    tells the leader when the group has ended. The leader writes to the journal which groups each batch holds, and which
     prompts are submitted again, before it tells any other process. A group that is taken over is begun anew, under the
     same random keys. If the journal already records the group (some trainer has not fetched its batch yet, or the steps
     are repeated after a restart), the group is drawn under the recorded versions.
@@ -120,7 +120,7 @@ class Dispatcher:
           clock: decides which groups make a batch, and which prompts are submitted again.
           size: number of prompts in a batch, without prompts in reserve for dynamic sampling.
           group_size: number of samples per prompt.
-          shares: number of groups that a batch is cut into under the token clock; 0 for one group per host.
+          shares: number of groups that a batch is cut into with `rollout.clock='tokens'`; 0 for one group per host.
           deadline_s: the longest wait for a batch, in seconds.
           read: function that reads the prompts of the next batch from the data.
         """
@@ -213,8 +213,8 @@ class Dispatcher:
                 self._open_batch(step, [], [self._failed or 0])
                 return
             if self._clock.known(step) == step:
-                # A new decision of the wall clock: the sort puts each host's groups side by side, so that each host has
-                # one lease. A decision that is repeated keeps the order of the journal.
+                # A new decision, with `rollout.clock='wall'`: the sort puts each host's groups side by side, so that
+                # each host has one lease. A decision that is repeated keeps the order of the journal.
                 chosen.sort(key=lambda group: group.host)
             self._open.decide(step, chosen)
             self._decided[step] = chosen
@@ -257,7 +257,7 @@ class Dispatcher:
     def _ends(self, prompts: int) -> Sequence[int]:
         """Cuts a number of prompts into groups; returns 0 and the end of each group.
 
-        Under the wall clock each prompt is a group; under the token clock group sizes differ by at most one prompt.
+        With `rollout.clock='wall'` each prompt is a group; with 'tokens' group sizes differ by at most one prompt.
         """
         if not self._by_tokens:
             return range(prompts + 1)

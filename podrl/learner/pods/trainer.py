@@ -70,7 +70,7 @@ class RemoteRollouts:
             called.
           deadline_s: the longest wait for a rollout host, in seconds.
           clock: the leader's clock, which decides when weights change inside samples and which groups make a batch;
-            None under the wall clock on other hosts.
+            None on other hosts with `rollout.clock='wall'`.
           rows: names of the per-token arrays that training reads.
           begun: function (steps done) -> steps whose batches may be under way then.
           prompts: number of prompts per batch; 0 if batches are answers from data.
