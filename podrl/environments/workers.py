@@ -90,7 +90,7 @@ class EpisodeEnd:
 
 @dataclasses.dataclass(frozen=True)
 class EpisodeRestart:
-    """An episode that starts again from its first observation: all its observations and turns so far are void."""
+    """An episode that starts again from its first observation; its observations and turns so far no longer count."""
 
     episode: int
 

@@ -669,7 +669,7 @@ def _still(now: LogRecord, past: Past) -> bool:
 def _saturated(now: LogRecord, past: Past) -> bool:
     """Returns True if rewards hardly differ any more and are higher than in the first steps.
 
-    Rewards do not count as saturated if a function gives 0 to nearly all samples: then another function is the reason.
+    Rewards do not count as saturated if a function gives 0 to nearly all samples: another check reports this function.
     """
     paying = [name for name in _paying(now, past) if (number(now, f"reward/{name}") or 0) >= 0]
     if any((number(now, f"reward/zero/{name}") or 0) >= UNPAID for name in paying):

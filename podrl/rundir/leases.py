@@ -195,7 +195,7 @@ class LeaseClient(Leases):
         return self._change
 
     def enter(self) -> JsonObject:
-        """Asks the leader to admit this process, and takes over its table.
+        """Asks the leader to admit this process, and takes over the leader's table of leases.
 
         Returns:
           The leader's answer: the step at which this process begins, and the entries that the function `start` of

@@ -52,7 +52,7 @@ def read(body: object, models: Sequence[str], parser: str) -> ParsedRequest:
     if len(set(names(tools))) < len(tools):
         raise fields.refusal("tools", names(tools), "names a tool twice")
     form = format_of(parser, names(tools)) if tools else None
-    if form is None or form.role == "raw":  # a turn has at most one call, so false holds anyway
+    if form is None or form.role == "raw":  # a turn has at most one call, so the value may be false
         fields.flag("parallel_tool_calls")
     logprobs = fields.flag("logprobs")
     fields.neutral("top_logprobs", 0)
