@@ -39,7 +39,8 @@ class OpenedSource:
       train: records to train on.
       held_out: records held out.
       weight: share of the prompts that are drawn from this source, relative to the other sources' weights.
-      unanswered: text that names the source's first record without an answer and its fields; '' if all have one.
+      unanswered: text that names the source's first record without an answer, and the record's fields; '' if all
+        records have answers.
       counts: number of the source's records, by their use: 'used', 'held out', ...
       fields: fields that the settings add to the source's records.
       hashes: question hashes of the records to train on; empty for an embedded task.
@@ -65,8 +66,8 @@ class OpenedSources:
       evaluation: records of data.eval_path; None if data.eval_path is ''.
       unanswered: an entry for each file that has a record without an answer: (text that names the record and its
         fields, reward functions that only the file's source has, possibly none).
-      evaluation_unanswered: text that names the first record of data.eval_path without an answer, and its fields; ''
-        if all have one.
+      evaluation_unanswered: text that names the first record of data.eval_path without an answer, and the record's
+        fields; '' if all records have answers.
     """
 
     parts: Sequence[OpenedSource]
@@ -201,7 +202,7 @@ class _File(NamedTuple):
       dropped: number of records that the transforms dropped, by reason.
       hashes: question hash of every record.
       is_held: True for each record that is held out.
-      unanswered: text that names the first record without an answer and its fields; '' if all have one.
+      unanswered: text that names the first record without an answer and its fields; '' if all records have answers.
     """
 
     records: sources.Records

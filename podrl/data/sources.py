@@ -31,7 +31,7 @@ from podrl.storage import hub
 from podrl.storage.regular import regular
 from podrl.storage.storage import first_line, is_remote, locate
 
-Check = Callable[[Record, str], None]  # takes a record and its place; raises ValueError
+Check = Callable[[Record, str], None]  # takes a record and its place; raises ValueError to refuse the record
 _JSONL, _ARRAY_RECORD = ".jsonl", ".array_record"
 _MARK = b"\xef\xbb\xbf"  # the byte-order mark, with which some programs begin UTF-8 files
 csv.field_size_limit(1 << 30)  # in characters; the library's default, 131,072, is too few for a long document
@@ -272,7 +272,7 @@ def _read(path: str, one_of: Sequence[str], accept: Check, split: str, cache: Re
 
 
 def identity(path: str, split: str = "") -> tuple[object, ...]:
-    """Identifies the content of a path's files: the result changes if a file's name, size or time does.
+    """Identifies the content of a path's files: the result changes if a file's name, size or time changes.
 
     Raises:
       FileNotFoundError: nothing matches the path.
@@ -301,7 +301,7 @@ def files(path: str) -> list[epath.Path]:
     """Resolves a path or pattern to files, sorted by name; a `*` in the name of an existing file is not a pattern.
 
     Raises:
-      FileNotFoundError: nothing matches the path, or it is a directory.
+      FileNotFoundError: nothing matches the path, or the path is a directory.
     """
     if path.startswith(hub.DATA):
         return [epath.Path(file) for file in hub.data_files(path)]

@@ -39,7 +39,7 @@ class Mixture(NamedTuple):
 
     Attributes:
       sources: sources of the mixture, each with its records by index.
-      weights: share of the items that are drawn from each source, relative to the others.
+      weights: share of the items that are drawn from each source, relative to the other sources' weights.
       names: names of the sources.
     """
 
@@ -60,7 +60,7 @@ class Limit:
     Attributes:
       tokens: largest number of tokens of an item.
       key: name of the setting with this limit, for messages.
-      beyond: treatment of a longer item: 'skip' leaves it out, 'error' raises.
+      beyond: treatment of a longer item: 'skip' leaves it out, 'error' raises an error.
     """
 
     tokens: int
@@ -172,8 +172,8 @@ class Stream(Generic[Item]):
     def look(self, most: int) -> None:
         """Prepares the first `most` records of every source, and warns if some of them are too long.
 
-        If all are too long, it searches for the next record that fits, as a run would. The stream's position does not
-        change.
+        If all of these records are too long, the method goes on to the next record that fits, as a run would. The
+        stream's position does not change.
 
         Raises:
           BatchError: a record cannot be prepared; the message names its place.

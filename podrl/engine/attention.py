@@ -47,7 +47,10 @@ class PartialSoftmax:
         return PartialSoftmax(top, mass + mass2, value + value2)
 
     def with_sinks(self, sinks: tuple[Array, ...]) -> "PartialSoftmax":
-        """Adds an attention sink: a key with the value 0. `sinks` holds one array of its scores; () adds no sink."""
+        """Adds an attention sink, which is a key with the value 0.
+
+        `sinks` has one array with the sink's score for each query, or is () to add no sink.
+        """
         part = self
         for sink_q in sinks:
             top = jnp.broadcast_to(sink_q.astype(jnp.float32), part.top.shape)
@@ -260,7 +263,7 @@ def recent_attention(
     softcap: float,
     sinks: tuple[Float[Array, " N"], ...] = (),
 ) -> PartialSoftmax:
-    """Attends to the tokens fed in this dispatch, and to the sinks.
+    """Computes each lane's attention to the tokens that it has fed in this dispatch, and to the sinks.
 
     Args:
       q_RNH: scaled, rotated queries.
@@ -357,7 +360,7 @@ def _gather(
     longest: Int[Array, ""],
     stride: int,
 ) -> PartialSoftmax:
-    """Merges the partial results of each lane's reads into its result, in order.
+    """Merges the partial results of each lane's reads into the lane's result, in the order of the reads.
 
     Iterations of the loop after a lane's last read leave the lane's result unchanged.
     """

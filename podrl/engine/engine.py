@@ -26,7 +26,7 @@ from podrl.models.config import ModelConfig
 from podrl.models.sizes import parameter_count
 from podrl.types import DRAWN, PyTree
 
-UNROLLED_LAYERS, UNROLLED_ON_GPU = 12, 64  # see `unrolls`
+UNROLLED_LAYERS, UNROLLED_ON_GPU = 12, 64  # largest numbers of layers that are unrolled (`unrolls`)
 _UNROLLED_BYTES = 4 << 30
 
 
@@ -304,12 +304,12 @@ class Engine:
 
     def _shown(self, spec: Spec) -> NamedSharding:
         """Returns the sharding of a result that hosts read: each host of a replica gets all of the replica's rows."""
-        if self.several_hosts:  # rows stay cut over `data`: the hosts of a replica read only the replica's rows
+        if self.several_hosts:  # the result stays cut over `data`: the hosts of a replica read only its rows
             spec = Spec(*("data" if "data" in ((e,) if isinstance(e, str) else e or ()) else None for e in spec))
         return NamedSharding(self.mesh, spec)
 
     def put_rows(self, rows: np.ndarray) -> Array:
-        """Copies a host array onto the mesh, its first axis over the data-parallel shards."""
+        """Copies a host array onto the mesh; its first axis is divided among the data-parallel shards."""
         return self.put(rows, self._rows)
 
     def put(self, array: np.ndarray, place: NamedSharding) -> Array:
@@ -774,7 +774,10 @@ class Engine:
     # Memories of linear attention.
 
     def _memory_at(self, memory_LP: Array, index: Array | int, place_B: Array) -> Array:
-        """Reads a layer's memories at the places `place_B`, (B, ...); zeros at the place `nowhere`."""
+        """Returns a layer's linear-attention memories, of shape (B, ...), from the places `place_B`.
+
+        The place `EngineShape.nowhere`, which holds no sequence, gives zeros.
+        """
         somewhere_B = place_B != self.shape.nowhere
         return jnp.where(somewhere_B.reshape(-1, *[1] * (memory_LP.ndim - 2)), memory_LP[index, place_B], 0)
 
@@ -796,7 +799,7 @@ class Engine:
         return dataclasses.replace(state, memories=tuple(copy(memory) for memory in state.memories))
 
     def read_memories(self, state: DecodeState, place_X: np.ndarray) -> tuple[Array, ...]:
-        """Copies the memories at one place of each shard on the device: (L, X, ...) of each array."""
+        """Makes device copies of the memories at one place of each shard; returns (L, X, ...) for each array."""
         return self._read_memory(state, self.put_rows(place_X))
 
     def write_memories(self, state: DecodeState, place_X: np.ndarray, *blocks: Array) -> DecodeState:
@@ -816,11 +819,11 @@ class Engine:
     # Spilling.
 
     def read_blocks(self, state: DecodeState, page_XJ: np.ndarray) -> tuple[Array, ...]:
-        """Copies J pages of each shard on the device: (L, X * J, K, C, H) of each pool."""
+        """Makes device copies of J pages of each shard; returns (L, X * J, K, C, H) for each pool."""
         return self._read(state, self.put_rows(page_XJ.reshape(-1)))
 
     def read_routes(self, state: DecodeState, page_XJ: np.ndarray) -> Array:
-        """Copies the routes (experts of each token) of J pages of each shard on the device: (L, X * J, 1, C, k)."""
+        """Makes a device copy of the routes (experts of each token) in J pages of each shard: (L, X * J, 1, C, k)."""
         return self._read_routes(state, self.put_rows(page_XJ.reshape(-1)))[0]
 
     def write_blocks(self, state: DecodeState, page_XJ: np.ndarray, *blocks: Array) -> DecodeState:

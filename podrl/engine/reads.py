@@ -58,7 +58,7 @@ class Runs(NamedTuple):
 
     Attributes:
       first_R: place of the lane in its first read, as read * W + member.
-      number_R: number of reads of the lane; they follow each other.
+      number_R: number of reads of the lane; these reads follow each other.
       lane_UW: lanes that each read serves.
       page_U, start_U, count_U: page of each read, position of the page's first token, number of its tokens.
     """
@@ -86,7 +86,7 @@ class LaneReads(NamedTuple):
     Attributes:
       prompt: identity of the prompt; lanes of equal prompts share reads.
       shared: pages of the prompt.
-      own: pages of the lane's sample; the last one has room for the tokens of the dispatch.
+      own: pages of the lane's sample; the last page has room for the tokens of the dispatch.
     """
 
     prompt: Hashable
@@ -99,7 +99,7 @@ class ReadShape:
     """Fixed sizes of one shard's read list.
 
     Attributes:
-      lanes: R, lanes of the shard.
+      lanes: R, number of lanes of the shard.
       shared: U, largest number of shared reads; a multiple of `podrl.engine.attention.SHARED_BLOCK`.
       own: O, largest number of own reads; a multiple of `podrl.engine.attention.OWN_BLOCK`.
       members: W, largest number of lanes that a shared read serves.

@@ -70,7 +70,7 @@ class Sample:
       unfed: number of tokens before `position` without keys and values; they are prefilled when the sample is seated.
       compact: True if all tokens after the first page that is not full are fed again, and not only the appended tokens.
       seated: number of the sample's newest seating, counted over all samples; -1 before the first.
-      spilled_at: number of the plan that took the sample's lane away; -1 if none did. This plan does not seat the
+      spilled_at: number of the plan that took the sample's lane away; -1 if no plan did. This plan does not seat the
         sample again, because the sample's tokens in flight are read only before a later plan.
     """
 
@@ -165,11 +165,11 @@ class PoolShape:
 
     Attributes:
       shards: number of data-parallel shards.
-      lanes: lanes of a shard.
-      pages: usable pages of a shard.
-      page_tokens: tokens of a page.
-      steps: decode steps of a dispatch.
-      members: samples that share a read of a prompt's page.
+      lanes: number of lanes of a shard.
+      pages: number of usable pages of a shard.
+      page_tokens: number of tokens of a page.
+      steps: number of decode steps of a dispatch.
+      members: largest number of samples that share a read of a prompt's page.
       sample_pages: largest number of pages that a sample and its prompt may hold together.
       calls: (longest chunk in tokens, rows of a shard) of each prefill call, ascending.
       slots: number of prompts of a shard whose memory of linear attention is kept, at least `lanes`; 0 for models

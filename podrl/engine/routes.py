@@ -52,7 +52,7 @@ class RouteReader:
     def __init__(self, device: Device):
         """Makes an empty collection."""
         self._device = device
-        self._wanted: list[tuple[_Piece, int]] = []  # (piece, index of its page)
+        self._wanted: list[tuple[_Piece, int]] = []  # (piece to read, index of its page in the pool)
         self._used = [0] * device.engine.shards
         self._launched: list[tuple[list[_Piece], Any]] = []
 
@@ -113,7 +113,7 @@ class RouteReader:
         return any(piece.owner is owner for piece in itertools.chain((piece for piece, _ in self._wanted), launched))
 
     def finish(self) -> None:
-        """Completes all requests."""
+        """Reads the routes of all requests now; waits until the routes are on the host."""
         self.launch()
         self.settle()
 

@@ -45,7 +45,7 @@ class _Shard:
         self.index = index
         self.free_lanes = list(range(shape.lanes))
         self.free_pages = list(range(shape.pages))
-        self.free_slots = list(range(shape.lanes, shape.lanes + shape.slots))  # places after those of the lanes
+        self.free_slots = list(range(shape.lanes, shape.lanes + shape.slots))  # after the lanes' places
         self.prompts: dict[int, PromptRow] = {}
         self.assigned: list[Sample] = []  # samples to seat on this shard, in order
         self.running: dict[int, Sample] = {}  # samples in lanes, by lane
@@ -77,7 +77,7 @@ class Scheduler:
         self._sorted = True
         self._seat_count = 0
         self._plans = 0
-        self._lengths: dict[int, list[int]] = {}  # new tokens of finished samples, by prompt
+        self._lengths: dict[int, list[int]] = {}  # numbers of new tokens of finished samples, by prompt
 
     # Methods by which the caller reports changes.
 
@@ -405,14 +405,14 @@ class Scheduler:
     def _fill_calls(self, plan: DispatchPlan) -> None:
         """Prefills the next prompts ahead, in the rows that the plan's prefill calls would leave empty."""
         longest = [tokens for tokens, _ in self.shape.calls]
-        used = [collections.Counter[int]() for _ in longest]  # rows by call and shard
+        used = [collections.Counter[int]() for _ in longest]  # number of used rows, by call and shard
         for fill in plan.prefills if longest else ():
             tokens = sum(page.count for page in self._shards[fill.shard].prompts[fill.prompt].store.pages)
             used[min(bisect.bisect_left(longest, tokens), len(longest) - 1)][fill.shard] += 1
         while self._pieces:
             sample = self._pieces[-1][0]
             if (call := bisect.bisect_left(longest, sample.length - 1)) == len(longest):
-                return  # the prompt takes several chunks
+                return  # the prompt is longer than a chunk of any call
             rows, taken = self.shape.calls[call][1], used[call]
             room = -(-max(taken.values(), default=0) // rows) * rows
             fit = [s for s in self._shards if taken[s.index] < room and sample.prompt not in s.prompts]

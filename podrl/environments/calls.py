@@ -97,7 +97,7 @@ class Observation:
 
 
 class Tags:
-    """Calls in tags: `<call_tool name="t" k="v">query</call_tool>`, `<tool name="t">query</tool>`, `<t>query</t>`.
+    """Reads calls in tags: `<call_tool name="t" k="v">query</call_tool>`, `<tool name="t">query</tool>`, `<t>q</t>`.
 
     Attributes:
       role: role of observations; 'raw' appends them to the model's own turn.
@@ -225,7 +225,7 @@ class Tags:
 
 
 class Json:
-    """Calls as JSON in a turn that the model ends: within <tool_call> tags (hermes), or without tags (json).
+    """Reads calls that the model writes as JSON and then ends its turn: in <tool_call> tags (hermes) or bare (json).
 
     The chat template lists the tools in the prompt, and formats their outputs as turns.
     """
@@ -513,7 +513,7 @@ def shortened(
 
 
 def _shares(lengths: Sequence[int], limit: int) -> list[int]:
-    """Divides `limit` among ranges: short ranges get all they need, long ones get equal shares of the remainder."""
+    """Divides `limit` among ranges: short ranges get all they need, long ranges get equal shares of the rest."""
     shares, left = [0] * len(lengths), limit
     order = sorted(range(len(lengths)), key=lambda i: lengths[i])
     for done, i in enumerate(order):
@@ -714,7 +714,7 @@ def _in_other_tags(visible: str, tools: Sequence[str]) -> bool:
 
 
 def _kinds(property_: object) -> list[object]:
-    """Lists the types that a property of a schema allows; none for a schema that enumerates its values."""
+    """Lists the types that a property of a schema allows; empty if the property enumerates its values."""
     if not isinstance(property_, Mapping) or "enum" in property_:
         return []
     kind = property_.get("type")

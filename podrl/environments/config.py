@@ -96,7 +96,7 @@ class MCPServer:
 
     @property
     def command(self) -> list[str]:
-        """The words of the command that starts the server; none for an address."""
+        """The words of the command that starts the server; empty if `target` is an address."""
         words = [] if self.is_url else shlex.split(self.target)
         return [sys.executable, *words[1:]] if words[:1] == ["python"] else words
 
@@ -140,13 +140,13 @@ class EnvironmentConfig:
     """The environment of a job's samples, its tools and its limits.
 
     Attributes:
-      environment: environment of the samples: '' for none; 'tools' for the tools below; 'file.py:Name' or
-        'package.module:Name' for a class (instantiated once per episode) or an object with an
+      environment: environment of the samples: '' for none; 'tools' for the tools of `tools` and `mcp`; 'file.py:Name'
+        or 'package.module:Name' for a class (instantiated once per episode) or an object with an
         `async def run(task, model)`.
       others: further environments, named as in `environment`, or 'none' for one answer without tools. If the field
         `env` of a record names one of them, this environment plays the record. data.sources can set the field for all
         records of a source.
-      program: command of an agent program, such as 'python agent.py', which asks the model over HTTP; '' for none. See
+      program: command of an agent program, such as 'python agent.py', which calls the model over HTTP; '' for none. See
         docs/agents.md. `python` as the first word is the interpreter that runs podrl.
       verifiers: interpreter of a Python environment with the package verifiers, such as 'vf/bin/python'. It plays the
         tasks that podrl.verifiers wrote, in place of a program; '' for none. See docs/ecosystems.md.
@@ -175,7 +175,7 @@ class EnvironmentConfig:
         environment's answer to the last of these turns enters the sample in the next window, so that slow tools run
         while the trainer updates. None sets no limit: a window then waits for all answers.
       output_tokens: largest number of tokens of one tool's output. The middle of a longer output is left out, and a
-        note in its place says how much.
+        note in its place says how much is left out.
       deadline_s: longest time that the environment and its tools may take in one episode, seconds; time of waiting for
         the model does not count. A sample that takes longer is left out of the loss.
       call_deadline_s: longest time of one call of a Python tool, seconds.

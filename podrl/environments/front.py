@@ -75,7 +75,7 @@ class Handler(Protocol):
 
 
 class Front:
-    """Runs an HTTP endpoint like OpenAI's in a process of its own, and exchanges frames with it on the event loop.
+    """Runs an HTTP endpoint like OpenAI's in another process, with which it exchanges frames on the event loop.
 
     Attributes:
       settings: settings of the endpoint.

@@ -1,4 +1,4 @@
-"""Runs a process's episodes in workers; if a worker dies or blocks, others replay the logs of its episodes."""
+"""Runs a process's episodes in workers; if a worker dies or blocks, other workers replay the logs of its episodes."""
 
 import asyncio
 import dataclasses
@@ -98,7 +98,7 @@ class _WorkerProcess:
       last_frame_at: time of the last frame from the process, by time.monotonic().
       handling: attempt that the process works for, by the last report of the process; None before the first report, and
         while the process handles a frame that belongs to no episode.
-      loaded: future of the reply to loading the environments.
+      loaded: future that gets the worker's reply once it has loaded the environments.
       episodes: numbers of the episodes in this process.
     """
 
@@ -237,7 +237,7 @@ class EnvironmentHost:
     # Starting and replacing workers.
 
     def _spec(self, name: str) -> dict[str, str] | None:
-        """Returns the place of an environment of the user; None for an environment that comes with podrl."""
+        """Returns where the code of a user's environment is; None for an environment that comes with podrl."""
         if not is_own(name):
             return None
         try:
@@ -312,7 +312,7 @@ class EnvironmentHost:
         while True:
             await asyncio.sleep(HEARTBEAT_S)
             now = time.monotonic()
-            # This process was blocked itself and could not read frames of its workers, so the workers get more time.
+            # If this loop is late, this process was blocked and could not read frames, so its workers get more time.
             if now - last > 5 * HEARTBEAT_S:
                 for worker in self._workers:
                     worker.last_frame_at = now
@@ -379,7 +379,7 @@ class EnvironmentHost:
             self._end(episode, "deadline")
         elif worker.handling == episode.attempt:
             self._replace(worker, "it blocked its process", episode)
-        else:  # another episode blocks the worker, so this one gets more time
+        else:  # another episode blocks the worker, so this episode gets more time
             episode.timer = asyncio.get_running_loop().call_later(HEARTBEAT_S, self._on_deadline, episode)
 
     # The records of finished episodes.
@@ -479,7 +479,8 @@ class EnvironmentHost:
                 worker.handling = handling
             case {"loaded": _}:
                 worker.loaded.set_result(frame)
-                # `open` reports the errors of the first workers. Here an environment that could be loaded before fails.
+                # `open` reports the errors of the first workers. A later worker's error means that an environment that
+                # could be loaded before cannot be loaded any more.
                 if self._watch is not None and "raised" in frame:
                     why = f"cannot be loaded again: {frame['raised']}"
                     self._emit(EnvironmentFailure(f"Environment {self._config.environment} {why}"))
@@ -506,7 +507,7 @@ class EnvironmentHost:
     ) -> None:
         at, episode.position = episode.position, episode.position + 1
         if at < len(episode.observations):
-            if episode.observations[at] != observation and self._config.agent:  # programs need not repeat themselves
+            if episode.observations[at] != observation and self._config.agent:  # a replay may differ
                 why = "its worker was lost, and its program did not send the same requests again"
                 self._end(episode, "failed", {"metrics": {"failed/infrastructure": 1.0}, "why": why})
                 return
@@ -592,7 +593,7 @@ class EnvironmentHost:
         self._send(episode, {"answer": episode.attempt, "number": number, "reply": episode.answers[number]})
 
     def _report_call(self, episode: _Episode, number: int, answer: JsonObject) -> None:
-        """Reports a call that has just ended to `on_call`. The time that it waited for a free tool is not included."""
+        """Reports a call that has just ended to `on_call`; the time of waiting for a free tool is left out."""
         if self._on_call is not None:
             ended = time.monotonic()
             failed = str(answer.get("failed") or ("exception" if "raised" in answer else ""))

@@ -61,7 +61,7 @@ class Journal:
         """
         self._store, self.exact = store, exact
         self._known: dict[str, Records] = {}
-        self._reading = asyncio.Lock()  # held while the store is read, so that no sample looks up an outdated record
+        self._reading = asyncio.Lock()  # locked while the store is read, so that no sample looks up an outdated record
         self._old: set[str] = set()  # names of steps that must be read again, as other processes may have added records
         self._shed: set[str] = set()  # names of steps with records that were added to the store but not to `_known`
         self._warned = not exact
@@ -112,7 +112,8 @@ class Journal:
         await self._store.add(_name(task), record)
         if _is_large(record):
             self._shed.add(_name(task))
-            self._known.get(_name(task), {}).pop(_key(record), None)  # an earlier run's record of this episode is void
+            # If an earlier run recorded this episode, its record no longer counts.
+            self._known.get(_name(task), {}).pop(_key(record), None)
         else:
             self._known.setdefault(_name(task), {})[_key(record)] = record
 
@@ -220,7 +221,7 @@ class Files:
             try:
                 self._write(records)
                 self._written()
-            except Exception as error:  # noqa: BLE001 - the futures raise it where the callers wait
+            except Exception as error:  # noqa: BLE001 - the futures raise the error where callers wait
                 for *_, done in records:
                     done.set_exception(error)
             else:
@@ -239,7 +240,7 @@ class Files:
                     file.write(sealed_lines.encode(record))
                     if _is_large(record):
                         self._shed.add(name)
-                        known.pop(_key(record), None)  # an earlier run's record of this episode is void
+                        known.pop(_key(record), None)  # as in `Journal.add`
                     else:
                         known[_key(record)] = record
                 for file in changed.values():

@@ -238,7 +238,7 @@ async def _connect(target: str, command: list[str], secrets: _ServerSecrets) -> 
     """Opens a session over stdio, sse (for an address that ends in /sse) or streamable http.
 
     Args:
-      target: address of the server; ignored with a command.
+      target: address of the server; not used if `command` has words.
       command: words of the command that starts the server; empty for a server on the network.
       secrets: secrets of the server, and the receiver of its standard error.
     """
@@ -299,8 +299,10 @@ def _declaration(tool: Any) -> ToolDeclaration:
 
 
 def _text_of(content: Any) -> str:
-    """Gets the text of one part of a server's answer, or of the resource in the part. A part without text becomes its
-    kind, such as '[image]'."""
+    """Gets the text of one part of a server's answer, or of the resource in the part.
+
+    The text of a part without text is the name of its kind, such as '[image]'.
+    """
     text = getattr(content, "text", None)
     if text is None:
         text = getattr(getattr(content, "resource", None), "text", None)
@@ -355,7 +357,7 @@ async def _serve(requests: BinaryIO, replies: BinaryIO) -> None:
 
 
 def main() -> None:
-    """Serves until the parent closes the pipe; the argument is a podrl.workers.user_code.Limits as JSON."""
+    """Serves requests until the parent closes the pipe; the argument is a podrl.workers.user_code.Limits as JSON."""
     requests, replies = child.begin()
     logging.getLogger("mcp").setLevel(logging.CRITICAL)  # the host reports the failures
     asyncio.run(_serve(requests, replies))

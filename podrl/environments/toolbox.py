@@ -147,7 +147,7 @@ class Toolbox:
         there = {tool["name"]: tool for tool in await self._servers.open(server)}
         if server.names:
             names = list(server.names)
-        elif wanted:  # the tools of env.tools that this server has
+        elif wanted:  # the server offers only those tools of env.tools that it has
             names = [name for name in wanted if _theirs(name, server, there)]
         else:
             names = list(there)

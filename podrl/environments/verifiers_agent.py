@@ -86,7 +86,7 @@ class Player:
         try:
             runtime = fit.resolve_runtime_config(agent.runtime, task)
             fit.validate_pairing(self.env._harnesses[name], type(task), runtime)
-            harbor = sys.modules.get("verifiers.v1.tasksets.harbor")  # loaded if there are tasks of Harbor
+            harbor = sys.modules.get("verifiers.v1.tasksets.harbor")  # imported if a task is of Harbor
             if harbor and isinstance(task, harbor.HarborTask) and runtime.type == "subprocess":
                 raise ValueError(
                     "all episodes of a machine would share /app, /logs and /tests, where tasks of Harbor keep the "

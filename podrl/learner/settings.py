@@ -162,7 +162,7 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
 
     @property
     def distillation(self) -> Distillation | None:
-        """The teacher's part in the advantage; None without a teacher."""
+        """Settings of the teacher, whose divergence from the policy enters the advantage or loss; None without it."""
         return None
 
     @property

@@ -171,10 +171,11 @@ def simulate(lengths_N: Int[np.ndarray, " N"], speeds: Speeds, *, load: Load, st
     size.
 
     Args:
-      lengths_N: numbers of sampled tokens, one per sample of an earlier run, say; the simulation draws from them.
+      lengths_N: numbers of sampled tokens, one per sample, for example from an earlier run; the simulation draws from
+        them.
       speeds: seconds of the parts of a step.
       load: sizes of the engine and of a batch.
-      staleness: number of updates by which a sample may be older than the weights that it trains.
+      staleness: number of steps by which a sample may be older than the weights that it trains.
 
     Returns:
       Means over the steps after the first `WARM`.
@@ -332,7 +333,7 @@ def balance(
       speeds: seconds of the parts of a step, for the split `chips`.
       load: sizes of the engine and of a batch, for the split `chips`.
       chips: numbers of chips of trainer and rollout.
-      staleness: number of updates by which a sample may be older than the weights that it trains.
+      staleness: number of steps by which a sample may be older than the weights that it trains.
     """
     trainer, rest = chips
     found = []

@@ -91,7 +91,7 @@ def _named(text: str) -> str:
 
 
 def _parsed(text: str) -> list[Any]:
-    """Reads a text with math-verify; returns a list of expressions and the last one's text, empty if there are none.
+    """Reads a text with math-verify; returns the expressions and the text of the last one, or [] if there are none.
 
     Raises:
       ImportError: math-verify is not installed.

@@ -77,7 +77,7 @@ class TextConfig:
 
 
 def choice(answer: str, reference: str, config: TextConfig) -> float:
-    """Scores 1 if the answer names the reference's letter and no other ('B', '(B)' or 'B) Paris'), else 0.
+    """Scores 1 if the answer names the reference's letter and no other letter ('B', '(B)' or 'B) Paris'), else 0.
 
     Raises:
       ValueError: the reference is not one of `config.choices`.
@@ -206,7 +206,7 @@ def _validator(schema: str) -> Any:
             yield jsonschema.ValidationError(f"no multiple of {step}")
 
     def unique_items(validator: Any, wanted: bool, value: Any, _: Any) -> Iterator[jsonschema.ValidationError]:
-        """Takes time linear in the number of items; jsonschema compares all pairs of lists and objects."""
+        """Refuses equal items, in time linear in their number; jsonschema itself compares all pairs of items."""
         if wanted and validator.is_type(value, "array") and len(set(map(_same_if_equal, value))) < len(value):
             yield jsonschema.ValidationError("equal items")
 

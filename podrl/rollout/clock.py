@@ -51,7 +51,7 @@ class TokenClock:
         """
         self._fixed, self._windows = rollout.window_tokens, staleness
         self._multiple, self._limit = rollout.steps_per_dispatch, rollout.max_tokens_to_generate
-        self._longest: dict[int, int] = {}  # tokens of the longest sample of each batch, by step
+        self._longest: dict[int, int] = {}  # number of tokens of each batch's longest sample, by step
 
     @property
     def used(self) -> bool:
@@ -77,7 +77,7 @@ class TokenClock:
         return max(math.ceil(tokens / self._multiple), 1) * self._multiple
 
     def saw(self, step: int, longest: int) -> None:
-        """Records the tokens of the longest sample in the batch of a step."""
+        """Records the number of tokens of the longest sample in the batch of a step."""
         if not self.used:
             return
         self._longest[step] = longest
@@ -207,7 +207,10 @@ class WallClock:
         self._dropped: list[tuple[int, int]] = []  # groups with equal rewards that left the queue in the newest step
 
     def known(self, step: int) -> int:
-        """Returns the first step from `step` on whose batch is not in the journal; earlier steps are repeated."""
+        """Returns the first step, from `step` on, whose batch is not in the journal.
+
+        The batches of earlier steps are repeated as the journal says.
+        """
         return self._journal.known(step)
 
     def recorded(self, index: int, submit_step: int, step: int) -> JournalEntry | None:
@@ -233,22 +236,22 @@ class WallClock:
         return []
 
     def stale(self, step: int, groups: Sequence[_C]) -> list[_C]:
-        """Returns the groups that are dropped when `step` steps are done, and writes the decision to the journal."""
+        """Returns the groups that are too old once `step` steps are done, and writes the decision to the journal."""
         self._dropped = []
         if self._journal.batch(step) is not None:
             old = set(self._journal.again(step))
         else:
             old = {group.index for group in self._too_old(step, groups)}
-            if groups:  # there are none at the start and at the end of a run
+            if groups:  # there are no groups at the start and at the end of a run
                 self._journal.write({"step": step, "again": [group.index for group in groups if group.index in old]})
         self._cancelled = len(old)
         return [group for group in groups if group.index in old]
 
     def stale_since(self, step: int, groups: Sequence[_C]) -> list[_C]:
-        """Returns the groups that are dropped because they were found to be too old after the step had begun.
+        """Returns the groups that turn out to be too old only after the step has begun, and writes them to the journal.
 
-        A dispatch may outlast a training step, so its tokens may be known too late for `stale`. The journal lists these
-        groups as if they had been known at the start of the step, and a repeated run drops them at the start.
+        A dispatch may outlast a training step, so the versions of its tokens may be known too late for `stale`. The
+        journal lists these groups as if `stale` had returned them, and a repeated run drops them at the step's start.
         """
         if self._journal.batch(step) is not None or not (late := self._too_old(step, groups)):
             return []
@@ -327,7 +330,7 @@ class WallClock:
         return known["queue"]
 
     def _replacements(self, chosen: Sequence[Candidate]) -> dict[str, float]:
-        """Returns the metrics of dynamic sampling for a batch, under the same names as under the token clock."""
+        """Returns the metrics of dynamic sampling for a batch, with the names that they have with `TokenClock`."""
         count = len(self._dropped)
         metrics = {
             "dynamic_sampling/groups_drawn": float(len(chosen) + count),

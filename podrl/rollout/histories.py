@@ -143,7 +143,7 @@ class Histories:
         try:
             whole = self._parts(_folded([*messages[: count - 1], stand_in, *messages[count:]], form), tools)
             before = self._parts(_folded(messages[: count - 1], form), tools)
-        except ValueError:  # for example, a template that refuses an output without a call before it
+        except ValueError:  # a template may refuse, for example, an output without a call before it
             return None
         at = next((i for i, (text, _) in enumerate(whole) if words in text), None)
         if at is None:

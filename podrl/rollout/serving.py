@@ -87,7 +87,7 @@ class Serving:
         self._dialogue, self.histories = Dialogue(tokenizer), Histories(tokenizer, parser, append=history == "append")
         self._context, self._vocab = worker.config.kv_cache_size, worker.model.vocab_size
         self._session: Session | None = None
-        self._request_count = 0  # requests of the present session
+        self._request_count = 0  # number of requests of the present session
         self._states: dict[int, _RequestState] = {}
         self._repeated: collections.OrderedDict[bytes, int] = collections.OrderedDict()
 
