@@ -244,7 +244,7 @@ def test_stale_samples_are_corrected_by_default_and_fresh_ones_are_not(settings_
     [
         (
             {"stale_bound": 2, "max_staleness": 2},
-            r"grpo.stale_bound=2 leaves nothing out.*grpo.max_staleness=2 updates",
+            r"grpo.stale_bound=2 leaves nothing out.*grpo.max_staleness=2 steps",
         ),
         ({"stale_bound": 1}, "grpo.stale_bound=1 leaves nothing out"),
         ({"stale_bound": 0, "max_staleness": 2}, r"grpo.stale_bound=0 must"),
