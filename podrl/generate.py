@@ -213,7 +213,9 @@ def _check(args: argparse.Namespace) -> None:
     check_numbers(args, "n", "max_new", "lanes", "devices")
     out: pathlib.Path = args.out
     if is_remote(os.fspath(out)) or ":/" in os.fspath(out):
-        raise ValueError(f"--out={out} must be a local file: copy it to the bucket then.")
+        raise ValueError(
+            f"--out={out} must be a local file: name a local file, and copy the file to the bucket afterwards."
+        )
     if not is_remote(args.prompts) and os.path.realpath(out) == os.path.realpath(args.prompts):
         raise ValueError(f"--out={out} is the file of --prompts={args.prompts}: give another name.")
     with contextlib.suppress(OSError):  # finds hard links: two names of one file; a missing file is not an error here

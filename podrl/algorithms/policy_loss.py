@@ -301,7 +301,8 @@ class PolicyLoss:
       settings: settings of the loss.
       own: the user's token loss if `settings` name one: (logprob_BT, old_logprob_BT, advantage_BT, mask_BT=,
         length_BT=, segment_BT=) -> loss_BT. None otherwise.
-      oldest: largest age of a token, in steps. From 2 on, rows have ages, and there are metrics for each age.
+      oldest: largest age of a token, in steps. If it is 2 or more, the loss reads `age_BT` of the rows and returns
+        metrics for each age.
       stale_bound: largest age of a token that counts in the policy loss, in steps; None for no bound.
       others: policy losses with other surrogates. A token with the number n > 0 in `loss_BT` of the rows has the
         surrogate of `others[n - 1]`. Correction, KL, entropy and aggregation follow `settings` for all tokens.

@@ -43,7 +43,7 @@ class Meter:
         return not self._flying and self._new > 0
 
     def launch(self) -> None:
-        """Starts to time the next dispatch; if `alone` was True, the caller has waited for the prefill calls."""
+        """Starts to time the next dispatch. If `alone` is True, the caller must wait for the prefill calls first."""
         if not self._flying:
             now = self._clock()
             if self._new:

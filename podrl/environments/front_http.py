@@ -280,7 +280,7 @@ class Connection(asyncio.Protocol):
         if self._request is not None and not self._request.done():
             self._request.set_result(None)
 
-    # Calls of the event loop (asyncio.Protocol).
+    # Methods that the event loop calls (asyncio.Protocol).
 
     def connection_made(self, transport: Any) -> None:
         """Begins to answer requests."""

@@ -90,7 +90,8 @@ class LossKL(_Coefficient):
         """Returns actor/kl_coef of the step that has just been trained, and adapts the coefficient for the next step.
 
         Args:
-          kl_U: the mean KL per token that each update of the step measured, replicated on the device.
+          kl_U: one scalar array per update of the step: the mean KL per token in nats, replicated over the trainer
+            mesh.
           samples: number of samples of the step.
         """
         metrics = {"actor/kl_coef": self.coef}

@@ -107,7 +107,9 @@ class Channel:
         if not secret:
             raise ValueError("The processes' channel needs a secret: set PODRL_SECRET to the same text on all hosts.")
         self.name, self.number, self.traffic = name, secrets.token_hex(_NUMBER), Traffic()
-        self._endpoints, self._refused = dict[str, bytes](), set[bytes]()  # endpoints by address; endpoints given up
+        # The number of the endpoint that answered at each address, and the numbers of the endpoints that this endpoint
+        # has given up.
+        self._endpoints, self._refused = dict[str, bytes](), set[bytes]()
         self._senders: dict[tuple[bytes, bytes], bytes] = {}  # the endpoint of each request that waits for its answer
         self._silence_ms, (self._public, self._private) = int(1000 * silence_s), _keys(secret)
         raise_descriptor_limit()

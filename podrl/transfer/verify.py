@@ -163,7 +163,7 @@ class Ledger:
 
 
 def read(values: ArrayLike) -> np.ndarray:
-    """Copies checksums or a version to the host; publishing copies no other values to the host."""
+    """Copies checksums or a version to the host, even if jax's transfer guard forbids other copies to the host."""
     with jax.transfer_guard_device_to_host("allow"):
         return np.asarray(values)
 

@@ -197,7 +197,7 @@ HARMONY = (
     "{{ '<|end|>' }}{% else %}{{ '<|start|>' + ('developer' if m.role == 'system' else m.role) + '<|message|>' + m.content }}"
     "{{ '<|end|>' }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"
 )  # fmt: skip
-# OLMo and Tulu: roles are not special tokens; a line end follows every turn but the last.
+# OLMo and Tulu: roles are not special tokens; a line end follows every turn, except an assistant's turn at the end.
 TULU = (
     "{{ bos_token }}{% for m in messages %}{{ '<|' + m.role + '|>\\n' }}{% if m.role == 'assistant' %}" + G
     + "{{ m.content + eos_token }}" + E + "{% if not loop.last %}{{ '\\n' }}{% endif %}{% else %}{{ m.content + '\\n' }}{% endif %}"
