@@ -168,7 +168,7 @@ def kernel_attention(
     gpu: bool = False,
     interpret: bool = False,
 ) -> Float[Array, "R N H"]:
-    """Computes `decode_attention` in a kernel: on TPUs `podrl.engine.page_attention`, which reads each page once.
+    """Computes the output of `decode_attention` in a Pallas kernel for TPUs or GPUs, without scratch arrays.
 
     Here, too, a sample's result does not depend on its lane, its pages or its neighbours, but its last bits differ from
     those of `decode_attention`. The other arguments are those of `decode_attention`.
@@ -176,7 +176,8 @@ def kernel_attention(
     Args:
       tensor: True if heads are cut over the mesh's axis `tensor`. XLA cannot partition a kernel, so the kernel is
         mapped over the axis here.
-      gpu: True if the devices are GPUs (`podrl.engine.page_attention_gpu`).
+      gpu: True for the kernel of GPUs (`podrl.engine.page_attention_gpu`), False for the kernel of TPUs
+        (`podrl.engine.page_attention`).
       interpret: True to run the kernel on CPU, slowly.
     """
     R, N, H = q_RNH.shape
@@ -228,10 +229,10 @@ def kernel_attention(
 
 
 def loop_counts(reads: ReadList) -> dict[str, int]:
-    """Counts, from a read list on the host, how often each loop of a decode step runs and how many pages kernels read.
+    """Counts, from a read list on the host, the iterations of each loop and the page reads of a layer's decode step.
 
     Returns:
-      The counts, by the named scope of the loop or the name of the kernel.
+      The counts of iterations by the named scope of the loop, and of page reads by the name of the TPU kernel.
     """
     return {
         "shared_reads": -(-int(reads.total_2[0]) // SHARED_BLOCK),
@@ -268,7 +269,7 @@ def recent_attention(
     Args:
       q_RNH: scaled, rotated queries.
       k_RKCH, v_RKCH: keys and values of the dispatch so far; C is the number of its decode steps.
-      step: number of the present decode step, from 0; the query's own token has this place among the C keys.
+      step: number of the present decode step, from 0; also the index of the query's own token among the C keys.
       window, softcap: arguments of `decode_attention`.
       sinks: scores of the heads' sinks, in one array, see `podrl.models.attention.attention`; () if heads have none.
 

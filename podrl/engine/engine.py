@@ -272,10 +272,10 @@ class Engine:
         )
 
     def _reader(self, pools: Callable[[DecodeState], tuple[Array, ...]], specs: tuple[Spec, ...]) -> Callable:
-        """Jits `read(state, page_M)`, which copies some pages of each shard.
+        """Jits `read(state, page_M)`, which copies some pages, or places of memories, of each shard.
 
         Args:
-          pools: function that returns the arrays of a state to copy from.
+          pools: function that returns the arrays of a state to copy from: pools or memories.
           specs: specs of these arrays.
         """
 
@@ -303,8 +303,11 @@ class Engine:
         return {**tree, "layers": parameters.as_layers(stacks, self.model)}
 
     def _shown(self, spec: Spec) -> NamedSharding:
-        """Returns the sharding of a result that hosts read: each host of a replica gets all of the replica's rows."""
-        if self.several_hosts:  # the result stays cut over `data`: the hosts of a replica read only its rows
+        """Returns the sharding of a result that hosts read.
+
+        If the mesh has several hosts, each host of a replica gets all of the replica's rows.
+        """
+        if self.several_hosts:  # the result stays cut over `data`, because hosts read only the rows of their replica
             spec = Spec(*("data" if "data" in ((e,) if isinstance(e, str) else e or ()) else None for e in spec))
         return NamedSharding(self.mesh, spec)
 
@@ -357,8 +360,7 @@ class Engine:
           params: the model's parameters, or their shapes and shardings (`parameters.abstract_params`).
 
         Returns:
-          The programs in the order in which a run first needs them; `program.jitted.lower(*program.args).compile()`
-          builds one.
+          The programs; `program.jitted.lower(*program.args).compile()` builds one.
         """
         s, J = self.shape, self.shape.max_pages
         abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)

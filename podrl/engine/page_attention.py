@@ -1,4 +1,4 @@
-"""A Pallas TPU kernel of decoding attention: every page of a read list is copied from the pool to the chip once.
+"""A Pallas TPU kernel of decoding attention: each read of a page copies it to the chip once, for all lanes of the read.
 
 A run is a sequence of consecutive reads that serve the same lanes: a prompt's pages for its samples, or the pages of
 one lane. Each step of the grid belongs to a lane. The step of a run's first lane computes the run for all its lanes;
@@ -48,7 +48,7 @@ class Sizes(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Number of queries of a key head, rounded up to whole registers."""
+        """Number of a lane's queries per key head, rounded up to whole registers."""
         return -(-self.G // _ROWS) * _ROWS
 
     def pages(self, dtype: jnp.dtype) -> int:
@@ -144,8 +144,8 @@ def page_attention(
       interpret: True to run the kernel on CPU, slowly.
 
     Returns:
-      The fields of `podrl.engine.attention.PartialSoftmax`: each query's largest score, the sum of weights relative to
-      it, and the sum of weighted values; `NEG_INF`, 0 and 0 for a lane without reads.
+      The fields of `podrl.engine.attention.PartialSoftmax`: each query's largest score, the sum of its weights
+      exp(score - largest score), and the sum of its weighted values; `NEG_INF`, 0 and 0 for a lane without reads.
     """
     R, N, H = q_RNH.shape
     _, _, K, C, _ = key_LMKCH.shape

@@ -157,7 +157,7 @@ class ReadShape:
         view.total_2[0] = at
 
     def _fill_shared(self, view: Any, lanes: Sequence[int], pages: Sequence[Page], at: int) -> int:
-        """Writes the reads of one prompt's pages from place `at` on; returns the next place."""
+        """Writes the reads of one prompt's pages from index `at` on; returns the index after the last one."""
         W = self.members
         for first in range(0, len(lanes), W):
             members = lanes[first : first + W]

@@ -8,7 +8,7 @@ from podrl.engine.reads import Page
 
 
 class Status(enum.Enum):
-    """State of a sample: waiting for a lane, running in a lane, paused by its caller (without a lane), or ended."""
+    """State of a sample: waiting for a lane, running in a lane, paused until `Scheduler.resume` (no lane), or ended."""
 
     WAITING = 0
     RUNNING = 1
@@ -35,7 +35,7 @@ class TokenStore:
 
     @property
     def name(self) -> str:
-        """The key as one word."""
+        """The parts of `key`, joined by '/'."""
         return "/".join(map(str, self.key))
 
 

@@ -29,7 +29,8 @@ class _Piece:
     Attributes:
       owner: the sample.
       shard: number of the page's shard.
-      slot: index of the page among the pages of its shard in the call that copies them.
+      slot: index of the page among the pages of its shard in the call that copies them; of a store on the host, index
+        of the page in the store.
       start: position of the first token whose routes are read.
       count: number of tokens whose routes are read.
     """
@@ -57,7 +58,7 @@ class RouteReader:
         self._launched: list[tuple[list[_Piece], Any]] = []
 
     def want(self, owner: HasRoutes, length: int, stores: Sequence[tuple[str, int, Sequence[Page]]]) -> None:
-        """Requests the routes of a sample's tokens; they are in `owner.routes` after the next `settle`.
+        """Requests the routes of a sample's tokens; they are in `owner.routes` after the next `launch` and `settle`.
 
         A token that is in none of the pages keeps the routes that were read before, or gets 0 if none were read.
 

@@ -162,7 +162,10 @@ def _value(key: UInt[Array, "*shape"]) -> Float[Array, "*shape"]:
 def _largest_floor(
     key_RV: UInt[Array, "R V"], weight_RV: Float[Array, "R V"], wanted_R: Float[Array, " R"]
 ) -> UInt[Array, " R"]:
-    """Finds, bit by bit, the largest key such that the tokens at or above it weigh at least `wanted_R` together."""
+    """Finds, bit by bit, the largest key such that the tokens at or above it weigh at least `wanted_R` together.
+
+    The result is at least the key of -3e38, so that no token with the logit -infinity is kept.
+    """
 
     def bit(i: Array, floor_R: Array) -> Array:
         trial_R = floor_R | (jnp.uint32(1 << 31) >> i.astype(jnp.uint32))

@@ -1,8 +1,9 @@
 """Assigns samples to lanes and pages of the pool: scheduling policy on the host, without jax.
 
-Samples of a prompt are kept on one data-parallel shard, where the prompt's pages are read by all of them. Lanes and
-pages change only between dispatches. The scheduler plans a dispatch before the results of the last one are known: it
-assumes that every lane is live until its sample is reported as ended. A wrong assumption only costs idle decode steps.
+Samples of a prompt that are added as one group stay on one data-parallel shard and share the prompt's pages there.
+Lanes and pages change only between dispatches. The scheduler plans a dispatch before the results of the previous
+dispatch are known: it assumes that every lane is live until its sample is reported as ended. A wrong assumption only
+costs idle decode steps.
 """
 
 import bisect
@@ -94,8 +95,9 @@ class Scheduler:
         """Queues the samples of one prompt.
 
         Args:
-          prompt: handle of the prompt. Samples that are added later may have the same prompt, and then share its pages.
-            If all earlier samples of the prompt have ended, its pages are gone, and it is prefilled again.
+          prompt: handle of the prompt. Samples that are added later may have the same prompt, and then share its pages
+            on each shard. If all earlier samples of the prompt on a shard have ended, the pages there are gone, and the
+            prompt is prefilled again.
           length: number of tokens of the prompt.
           samples: (handle, largest number of new tokens, expected number of new tokens or None) of each sample.
           pieces: number of groups to cut the samples into; groups may run on different shards.
@@ -115,7 +117,7 @@ class Scheduler:
         self._sorted = False
 
     def finish(self, handle: int, *, grown: int, live: bool) -> list[tuple[TokenStore, int, list[int]]]:
-        """Frees the lane and pages of a sample that has ended, and the prompt's pages after the prompt's last sample.
+        """Frees the lane and pages of a sample that has ended, and the prompt's pages after its last sample on a shard.
 
         Args:
           handle: handle of the sample.
@@ -379,7 +381,10 @@ class Scheduler:
         return new
 
     def _admit_one(self, plan: DispatchPlan) -> bool:
-        """Puts one waiting sample into a lane of the shard that has the most free lanes and enough pages."""
+        """Puts one waiting sample into a lane; returns False if no waiting sample fits.
+
+        Shards with more free lanes are tried first. If the next group `joins`, shards with its prompt go before them.
+        """
         joined = self._pieces[-1][0].prompt if self._pieces and self._pieces[-1][0].joins else None
         for shard in sorted(self._shards, key=lambda s: (joined not in s.prompts, -len(s.free_lanes), s.index)):
             if not shard.free_lanes:

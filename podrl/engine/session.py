@@ -316,7 +316,9 @@ class Session:
         return self.read()
 
     def read(self) -> list[Track]:
-        """Reads the dispatch in flight, if there is one, and launches no other, so the device is idle afterwards.
+        """Reads the oldest dispatch in flight, if there is one, and launches none.
+
+        If no other dispatch was in flight, the device is idle afterwards.
 
         Returns:
           The samples that ended, paused or left the session, as `step` does.

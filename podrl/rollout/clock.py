@@ -32,7 +32,8 @@ class TokenClock:
     before the batch trains, samples are drawn to their end.
 
     Unless `rollout.window_tokens` sets the quantum, it is 0.7 times the longest sample of the last four batches,
-    divided by S: long samples are then cut into windows, and most samples are drawn by one version.
+    divided by S and rounded up to whole dispatches: long samples are then cut into windows, and most samples are drawn
+    by one version. Before the first batch is known, `rollout.max_tokens_to_generate` stands for the longest sample.
     """
 
     anew = False  # a host that takes over a group continues its samples, and gets the same tokens
@@ -197,7 +198,7 @@ class WallClock:
 
         Args:
           journal: file of decisions; decisions in it are repeated, new decisions are added.
-          staleness: S, largest age of a token, in versions.
+          staleness: S, largest age of a token, in steps.
           place: directory of the run, for messages.
           replaced: number of samples that dynamic sampling takes from the loss with each replaced group; 0 without
             dynamic sampling.
@@ -236,7 +237,7 @@ class WallClock:
         return []
 
     def stale(self, step: int, groups: Sequence[_C]) -> list[_C]:
-        """Returns the groups that are too old once `step` steps are done, and writes the decision to the journal."""
+        """Returns the groups that are too old once `step` steps are done; writes the decision unless it is repeated."""
         self._dropped = []
         if self._journal.batch(step) is not None:
             old = set(self._journal.again(step))
@@ -357,7 +358,7 @@ def choose(groups: Sequence[_C], step: int, size: int, staleness: int) -> list[_
       groups: the open groups.
       step: the step that trains on the batch.
       size: number of groups of the batch.
-      staleness: S, largest age of a token, in versions.
+      staleness: S, largest age of a token, in steps.
     """
     ages = {group: group.oldest for group in groups if group.ready or group.repeated}
     due = [g for g, v in ages.items() if g.repeated and v is not None and v <= step - staleness][:size]

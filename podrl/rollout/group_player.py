@@ -181,7 +181,7 @@ class GroupPlayer:
         since: int = 0,
         in_batch: bool = False,
     ) -> OwnGroup:
-        """Opens a group, whose samples begin in the next window; for the arguments see OwnGroup and TokenGroup."""
+        """Opens a group; its samples begin when `play` reaches it. For the arguments see OwnGroup and TokenGroup."""
         samples = None if self._mode == "whole" else self._generator.begin(prompts, submit_step, origin)
         own = (prompts, number, submit_step, repeated, origin, samples, recorded, since, in_batch)
         return OwnGroup(*own) if self._mode == "wall" else TokenGroup(*own, quantum=quantum)

@@ -34,8 +34,9 @@ class WallJournal:
       tokens  for each sample the number of its tokens, including appended tokens
       late    rows of the samples whose environments ran out of time
 
-    If two lines have the same step and kind, the later line counts: a run that was killed after it wrote a decision,
-    but before it acted on the decision, may decide differently when it is started again.
+    If two lines have the same step and kind, the later line counts. A second line "again" adds groups that turned out
+    to be too old after the step had begun (`WallClock.stale_since`). And a run that was killed after it wrote a
+    decision, but before it acted on the decision, may decide differently when it is started again.
     """
 
     def __init__(self, directory: pathlib.Path, written: Callable[[], None] = lambda: None):

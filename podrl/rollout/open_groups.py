@@ -45,12 +45,12 @@ class Group(abc.ABC):
 
     @property
     def index(self) -> int:
-        """Position of the first prompt in the data."""
+        """Position in the data of the group's first prompt."""
         return int(self.prompts.index_P[0])
 
     @property
     def key(self) -> tuple[int, int]:
-        """Identity of the group: position of the first prompt in the data, and `submit_step`."""
+        """Identity of the group: position in the data of its first prompt, and `submit_step`."""
         return self.index, self.submit_step
 
     @property

@@ -251,7 +251,7 @@ class RolloutWorker:
 
         Args:
           prompts, group_size, step, sampling, mode: arguments of `generate`.
-          policy: policy of an evaluation; environments read its version as `Task.step`. None for training.
+          policy: in mode 'eval', the policy whose version environments read as `Task.step`; not used in mode 'train'.
           partial: the samples' state when another process stopped playing them; None if they begin here.
 
         Raises:
@@ -505,8 +505,8 @@ def _failures(session: Session, samples: int) -> str:
 def pieces_per_prompt(prompts: int, group_size: int, shards: int) -> int:
     """Chooses the number of parts to cut each group into, so that few prompts still fill all shards.
 
-    The number is 1 if the groups divide evenly over the shards or there are many groups. A prompt is prefilled once on
-    each shard that has one of its group's parts.
+    The number is 1 if the groups divide evenly over the shards or there are at least four groups per shard. A prompt is
+    prefilled once on each shard that has one of its group's parts.
 
     Args:
       prompts: P, number of prompts.

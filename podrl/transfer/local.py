@@ -90,7 +90,7 @@ class RelayoutTransport:
         jax.block_until_ready(sent)
 
     def program(self, chosen: tuple[int, ...]) -> Any:
-        """Returns a jitted function that copies leaves to the target's dtypes and shardings; `chosen` has their indices.
+        """Returns a jitted function that copies the leaves with the indices `chosen` to the target's dtypes and layout.
 
         No copy shares memory with its source.
         """
