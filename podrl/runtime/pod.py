@@ -381,8 +381,8 @@ class Pod:
     def first_to_fail(self) -> bool:
         """Returns True in the one process that prints a failing job's full error; the other processes print one line.
 
-        The same error often strikes several processes, or follows from the end of another process. Call this method
-        before `fail`.
+        The same error often strikes several processes, or follows from the end of another process. If the leader does
+        not answer, the process prints its full error, too. Call this method before `fail`.
         """
         me = Message({"process": self.seat.process})
         if self._ended.is_set():
@@ -395,7 +395,11 @@ class Pod:
             return not self._ended.is_set()
 
     def fail(self, code: int, text: str) -> None:
-        """Tells the other processes that this process ends the job, and why: the first line of `text`."""
+        """Reports that this process has failed, and why: the first line of `text`.
+
+        The leader reports it to all other processes, which then end. Another process reports it to the leader, which
+        ends the job if the job cannot go on without the process.
+        """
         if self._ended.is_set():
             return
         self._ended.set()

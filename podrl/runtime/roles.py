@@ -93,7 +93,7 @@ def hosts_per_replica(mesh: str, hosts: int) -> int:
     """Returns the number of hosts that hold one copy of the weights together, in a rollout mesh over `hosts` hosts.
 
     The number of copies is the size of the mesh's axis data, 1 if the mesh does not name data. A mesh with fewer copies
-    than hosts spreads each copy over several hosts.
+    than hosts spreads each copy over several hosts. With the mesh 'auto' every host has a copy of its own.
 
     Raises:
       ValueError: the copies cannot be spread equally over the hosts.
