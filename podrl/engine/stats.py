@@ -106,7 +106,7 @@ class RolloutStats:
       spills: number of caches moved to the host because the pool ran out of pages.
       failed: number of samples that ended because logits were NaN or infinite.
       compiles: number of programs compiled during the call; 0 after `warm_up`.
-      host_seconds: seconds in which the device had nothing queued, from reading the last dispatch in flight to the next
+      host_seconds: seconds in which no dispatch was in flight, from reading the last dispatch in flight to the next
         launch; near 0 if the host keeps up.
       plan_seconds: seconds spent planning dispatches.
       prefill_seconds, decode_seconds: seconds of prefill calls, and of decode steps (`Meter`).

@@ -365,9 +365,9 @@ class RolloutWorker:
         index_PG = np.repeat(np.asarray(prompts.index_P)[:, None], group_size, axis=1)
         sample_PG = np.broadcast_to(np.maximum(np.arange(group_size) - sampling.greedy, 0), index_PG.shape)
         keys_PG2 = sample_keys(self._seed, step, index_PG.ravel(), sample_PG.ravel()).reshape(*index_PG.shape, 2)
-        # Even without router replay the first batch of a run records routes, because `GRPO` measures the warning on
-        # them. With clock='wall' a batch joins groups of several requests, which must all have routes or all have
-        # none; so there the first batch has none either.
+        # Even without router replay the first batch of a run records routes, because `GRPO` warns once how much closer
+        # trainer and sampler would be with router replay. With clock='wall' a batch joins groups of several requests,
+        # which must all have routes or all have none; so there the first batch has none either.
         records = self.config.router_replay or (step == 0 and self.config.clock == "tokens")
         return RolloutRequest(
             prompts,

@@ -17,7 +17,10 @@ def raise_descriptor_limit() -> None:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Opens a listening socket; on Linux a connection is handed over after its first data, or after about 10 minutes."""
+    """Opens a listening socket.
+
+    On Linux the kernel hands a connection over only after its first data has arrived, or after about 10 minutes.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:

@@ -462,7 +462,7 @@ def _reads(
 def _split(box: tuple[int, ...], wanted: int) -> tuple[int, int, int]:
     """Chooses (axis, number of parts, extent of a part) that split a box into at least `wanted` parts, if possible.
 
-    The axis is the first dimension that has `wanted` indices, else the longest dimension.
+    The axis is the first dimension of size `wanted` or more, else the longest dimension.
     """
     if wanted <= 1 or not box:
         return 0, 1, box[0] if box else 1
