@@ -245,7 +245,10 @@ def loop_counts(reads: ReadList) -> dict[str, int]:
 
 
 def make_scratch(reads: ReadList, kv_heads: int, heads: int, head_dim: int) -> tuple[PartialSoftmax, PartialSoftmax]:
-    """Allocates arrays for the partial results of shared reads, (U * W, K, N/K), and of own reads, (O, K, N/K)."""
+    """Allocates arrays for the partial results of shared reads, (U * W, K, N/K), and of own reads, (O, K, N/K).
+
+    The values have the head dimension as a last dimension besides.
+    """
 
     def room(*rows: int) -> PartialSoftmax:
         shape = (*rows, kv_heads, heads // kv_heads)

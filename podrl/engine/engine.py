@@ -111,7 +111,7 @@ class Engine:
         self._attending = [m for m in kinds if m.delta is None and not m.reuses_keys]
         self._recurrent = [m for m in kinds if m.delta is not None]
         # Number of each kind of layers, counted among the attention kinds or among the kinds of linear attention.
-        # Layers that reuse keys have the number of the kind that lends the keys.
+        # Layers that reuse keys have the number of the kind whose keys they reuse.
         self._number = [sum((m.delta is None) == (n.delta is None) for n in kinds[:k]) for k, m in enumerate(kinds)]
         for k, kind in enumerate(model.kinds):
             self._number[k] = self._number[kind.keys_of] if kind.keys_of >= 0 else self._number[k]
@@ -846,10 +846,10 @@ class Engine:
 
 
 def _of_kind(pools: tuple[Array, ...], kind: int) -> tuple[Array, Array]:
-    """Returns the two arrays of a kind of layers from arrays laid out as `DecodeState.pools` or `memories`."""
+    """Returns pair number `kind` of arrays that are laid out as `DecodeState.pools` or `memories`."""
     return pools[2 * kind], pools[2 * kind + 1]
 
 
 def _with_kind(pools: tuple[Array, ...], kind: int, new: tuple[Array, Array]) -> tuple[Array, ...]:
-    """Replaces the two arrays of a kind of layers in arrays laid out as `DecodeState.pools` or `memories`."""
+    """Replaces pair number `kind` of arrays that are laid out as `DecodeState.pools` or `memories`."""
     return (*pools[: 2 * kind], *new, *pools[2 * kind + 2 :])

@@ -114,7 +114,9 @@ class Fill(NamedTuple):
 
 @dataclasses.dataclass
 class DispatchPlan:
-    """Lists the device work before and in the next dispatch, in the order of the fields.
+    """Lists the device work before and in the next dispatch.
+
+    The work is done in the order of the fields, but lanes are freed and seated together, after the copies.
 
     Attributes:
       spills: stores to copy to the host; their pages and places may be overwritten afterwards.

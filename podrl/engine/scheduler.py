@@ -128,7 +128,7 @@ class Scheduler:
           (store, shard, indices of the store's pages on the device) of each store that was freed.
         """
         sample = self.samples.pop(handle)
-        if sample.status is Status.WAITING:  # rare: only a cancelled sample ends before it was in a lane
+        if sample.status is Status.WAITING:  # rare: a cancelled sample may end before it has a shard
             piece = next((piece for piece in self._pieces if any(s is sample for s in piece)), None)
             if piece is not None:  # the sample has no shard yet, so it holds no pages
                 piece[:] = [s for s in piece if s is not sample]
@@ -260,7 +260,11 @@ class Scheduler:
     # Planning.
 
     def plan(self) -> DispatchPlan:
-        """Plans the next dispatch: first pages for running samples, then restored and new samples in free lanes."""
+        """Plans the next dispatch.
+
+        Running samples get pages first. Then waiting samples get free lanes. At last, further prompts are prefilled
+        ahead in rows of prefill calls that would be empty.
+        """
         plan = DispatchPlan()
         self._plans += 1
         if not self._sorted:

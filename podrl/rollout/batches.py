@@ -176,7 +176,7 @@ class BatchMaker:
         self._waited[step] = Future()
         return PendingBatch(functools.partial(self.result, step), functools.partial(self.state, step))
 
-    # Methods of the thread.
+    # Methods that run on the thread of the rollout mesh.
 
     def _play(self, policy: Policy) -> None:
         """Plays a window to its end; with `rollout.clock='wall'`, until `end_window`."""

@@ -70,8 +70,11 @@ class TokenClock:
         """Does nothing, as this clock has no journal."""
 
     def quantum(self, step: int) -> int:
-        """Returns the number of tokens that a sample draws in each window, if its batch begins when `step` steps are
-        done."""
+        """Returns the number of tokens that a sample draws in each window except its last.
+
+        Args:
+          step: number of steps that are done when the sample's batch begins.
+        """
         if self._fixed is not None:
             return self._fixed
         tokens = _SHARE * max(self.state(step), default=self._limit) / max(self._windows, 1)
@@ -93,13 +96,13 @@ class TokenClock:
         self._longest.update({step - len(state) + i: longest for i, longest in enumerate(state)})
 
     def stale(self, step: int, groups: Sequence["_C"]) -> list["_C"]:
-        """Returns no groups: by this clock no group becomes too old."""
+        """Returns no groups: with this clock no group becomes too old."""
         return []
 
     stale_since = stale
 
     def without_signal(self, step: int, groups: Sequence["_C"], most: int) -> list["_C"]:
-        """Returns no groups: under this clock, dynamic sampling replaces groups while the batch is sampled."""
+        """Returns no groups: with this clock, dynamic sampling replaces groups while the batch is sampled."""
         return []
 
     def batch(self, step: int, groups: Sequence["_C"], size: int, *, over: bool = False) -> list["_C"]:

@@ -19,7 +19,7 @@ from podrl.types import STOP_DEADLINE, Experience, Policy, Prompts
 #   windows  with `rollout.clock='tokens'`: by numbers of tokens; several versions draw a sample
 #   whole    with `rollout.clock='tokens'`: one version draws all samples of a batch in one call
 Mode = Literal["wall", "windows", "whole"]
-_LOOK_S = 0.01  # pause between two looks at rewards while no sample is open
+_LOOK_S = 0.01  # seconds between two checks of the rewards while no sample is open
 
 
 @dataclasses.dataclass(eq=False)

@@ -135,7 +135,7 @@ class RolloutWorker:
         self._refreshed: Policy | None = None
         self._lengths = SampleLengths()
 
-    # Life of the engine.
+    # Methods that compile the engine, and allocate or free its pools.
 
     def warm_up(self, params: PyTree, progress: Callable[[str], None] | None = None) -> None:
         """Compiles every program the engine will ever run, and allocates its pools.

@@ -77,7 +77,8 @@ class Pod:
         self._complete = False  # True if all of the job's first processes have joined
         self._numbers = itertools.count(seat.hosts.count)  # numbers that are free for later processes
         self._late_numbers: set[int] = set()  # numbers of the processes that joined later
-        # The number that each request has got. A request may be served twice, and must then get the same number again.
+        # The process number that each request got. A request may be served twice, and must then get the same number
+        # again.
         self._number_of_request: dict[str, int] = {}
         # Numbers reserved for those hosts of a replica that have not asked for their number yet: by (cluster, index of
         # the replica in the cluster), then by the host's place in the replica.

@@ -37,7 +37,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def interface_towards(host: str) -> str:
-    """Finds the address of this host's interface towards `host`; sends no packet."""
+    """Finds the address of this host's interface towards `host`, without sending `host` a packet."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))
         return probe.getsockname()[0]

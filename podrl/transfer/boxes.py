@@ -150,7 +150,7 @@ def cut_at(shard: Array, slot: int | Array, form: Boxes, start: Int[Array, ""] |
 
 
 def overwrite(shard: Array, pieces: Sequence[Array], form: Boxes, start: Int[Array, ""]) -> Array:
-    """Writes one part of every box into a shard; `start` is the index of the part along the part axis."""
+    """Writes one part of every box into a shard; `start` is the index along the part axis at which the part begins."""
     for piece, corner in zip(pieces, form.corners(), strict=True):
         shard = jax.lax.dynamic_update_slice(shard, piece, _shifted(corner, form, start))
     return shard
