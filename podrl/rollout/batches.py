@@ -110,7 +110,7 @@ class BatchMaker:
         return self._batch(step)
 
     def end_window(self) -> None:
-        """Ends the window. The rollout thread can move weights once the window's samples have stopped.
+        """Ends the window. Weights can be moved once the window's samples have stopped.
 
         With `rollout.clock='wall'`, samples stop after the dispatches in flight. With 'tokens', samples first draw all
         tokens of the window.

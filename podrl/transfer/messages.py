@@ -156,7 +156,7 @@ class Tables:
         self.table_WC: Int[np.ndarray, "W C"] = np.stack(columns, axis=1).astype(np.int32) if columns else empty_W1
 
     def value(self, table: int, column: int, row_C: Int[Array, " C"]) -> int | Array:
-        """Returns a device's value in a table's column: a Python number, or an entry of `row_C`, its row of `table_WC`."""
+        """Returns a device's value in a table's column: a Python number, or an entry of `row_C`."""
         same, value = self._places[table][column]
         return value if same else row_C[value]
 
