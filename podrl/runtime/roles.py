@@ -145,8 +145,8 @@ def check_own_copies(evaluates: str, hosts: Hosts, mesh: str) -> Hosts:
 def assign(trainer: str, rollout: str, processes: int, mesh: str = "auto", evaluates: str = "") -> Hosts:
     """Assigns roles to the hosts of a job.
 
-    If `trainer` and `rollout` are both '', the first half (rounded up) of the hosts that do not evaluate trains, and the
-    other hosts generate. A job of one process without lists trains and generates in this process.
+    If `trainer` and `rollout` are both '', the first half (rounded up) of the hosts that do not evaluate trains, and
+    the others generate. A job of one process without lists trains and generates in this process.
 
     Args:
       trainer: host list of the trainers; '' takes the hosts that the other lists leave.
