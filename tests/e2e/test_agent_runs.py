@@ -42,7 +42,8 @@ def test_a_program_is_trained_over_http_and_a_killed_run_ends_the_same(tmp_path)
     same_weights(one.workdir, two.workdir)
 
 
-# Solves sums. While the file `hold` exists, sample 1 of each group of step 2 is solved but does not end.
+# A program that solves sums. While the file `hold` exists, its episodes for sample 1 of each prompt of training step 2
+# do not end, although the sums are solved.
 _HELD = """
 import pathlib
 import time
@@ -92,7 +93,7 @@ def test_a_program_of_a_rollout_host_that_is_lost_in_mid_step_leaves_no_trace(tm
     assert all(sample.endswith(".1") for sample in again)
 
 
-# Solves sums, and fails for the samples whose number is in FAILING.
+# A program that solves sums, and raises an error for the samples whose number is in FAILING.
 _FAILS = """
 import sys
 
