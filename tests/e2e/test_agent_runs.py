@@ -30,7 +30,7 @@ def test_a_program_is_trained_over_http_and_a_killed_run_ends_the_same(tmp_path)
         killed.kill()
     two = run(killed.workdir, base=WINDOWS)
     steps = [record for record in comparable(one.workdir) if "actor/grad_norm" in record]
-    assert len(steps) == 4 and steps[0]["sampler/abs_diff_stale_0"] < 1e-5  # all tokens of later steps are stale
+    assert len(steps) == 4 and steps[0]["sampler/abs_diff_stale_0"] < 1e-5  # later steps have no token of age 0
     assert any(record["rollout/mixed_samples"] > 0 for record in steps)
     assert any(record["actor/grad_norm"] > 0 for record in steps)
     assert all(record["env/failed/agent"] == 0 and record["env/chat_requests"] >= 1 for record in steps)

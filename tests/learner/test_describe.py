@@ -41,7 +41,7 @@ def planned(name, critic=None, dry=False, pod=None, **changes):
     values["model"] |= {"reference": "teacher" if name == "opd" else ""}
     for group, fields in changes.items():
         values[group] = values.get(group, {}) | fields
-    found = parse(ConfigDict(complete(values)).to_dict())  # as the launcher parses it
+    found = parse(ConfigDict(complete(values)).to_dict())  # the launcher parses settings in this way
     trainer, rollout = make_mesh("fsdp=4", jax.devices()[:4]), make_mesh("data=4", jax.devices()[4:8])
     console = describe_console()
     on = placement.Meshes(trainer, rollout, critic or trainer, rollout)

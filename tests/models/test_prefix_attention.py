@@ -62,7 +62,7 @@ def values_and_grads(run, arrays, segment_BT, windows):
     found = []
     for window in windows:
         grads, out_BTNH = compiled(*arrays, jnp.int32(window))
-        assert jnp.isfinite(out_BTNH).all()  # on padding, too
+        assert jnp.isfinite(out_BTNH).all()  # outputs on padding are finite, too
         found.append([np.asarray(x, np.float32) for x in (jnp.where(real_BT, out_BTNH, 0), *grads)])
     return found
 
