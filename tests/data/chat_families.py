@@ -312,5 +312,7 @@ def written(directory: pathlib.Path, family: Family, *, marked: bool = False) ->
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
     ends = [fast.token_to_id(token) for token in family.ends]
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
-    assert not re.search(r"%\}\s+[{<\w]", family.template), "white space that marks would move"
+    assert not re.search(r"%\}\s+[{<\w]", family.template), (
+        "a mark would change the white space after a tag of the template"
+    )
     return directory

@@ -39,7 +39,7 @@ def test_calling_is_learned(done):
     assert before < 0.02 and after > 0.6
     scored = {name for record in records for name in record if name.startswith(("eval/", "accuracy/"))}
     assert {"eval/greedy_answer", "accuracy/answer"} <= scored
-    assert not any(name.endswith("format") for name in scored), "sums have none"
+    assert not any(name.endswith("format") for name in scored), "sums have no format to score"
 
 
 def test_calls_are_in_the_timeline(done):
