@@ -68,7 +68,7 @@ def manifest(args: argparse.Namespace, runs: Mapping[str, Any]) -> dict[str, Any
         raise ValueError(f"--slices={args.slices} must be at least 1.")
     name = command.job_name(args.name, gke.NAME_LIMIT)
     if name == args.join:
-        raise ValueError(f"--name={name} is the set that runs: give the added one another name.")
+        raise ValueError(f"--name={name} is the set that runs: give the added set another name.")
     of = {job["name"]: job for job in runs["spec"]["replicatedJobs"]}
     if set(of) != {"trainer", "rollout"}:
         raise ValueError(f"--join={args.join} is a JobSet of {', '.join(of)}: launch.gke makes trainer and rollout.")

@@ -144,10 +144,10 @@ def read_code(directory: str | os.PathLike) -> Code:
         if os.path.isabs(target) or not code.holds(inside) or posixpath.normpath(inside) in links:
             raise ValueError(
                 f"--code={directory}: {name} is a symbolic link to {target}, which is not a file or directory that "
-                "goes along: copy what it names into the directory, or leave the link out by a .gitignore."
+                "is sent with the job: copy the target into the directory, or leave the link out by a .gitignore."
             )
     if not files:
-        raise ValueError(f"--code={directory} has no file to take along: everything in it is left out, or it is empty.")
+        raise ValueError(f"--code={directory} has no file to send: everything in it is left out, or it is empty.")
     if code.holds("podrl"):
         raise ValueError(
             f"--code={directory} has a podrl of its own, and hosts run that of their image: name a directory of your "
@@ -249,7 +249,7 @@ def check_job(config: str, extra: Sequence[str], chips: Mapping[str, int], *, co
     _check_config(config, code)
     values = _values(config, code) | _settings_in(extra)
     if values.get("model.path") == "":
-        raise ValueError("model.path is empty: say which model after --, as --config.model.path=gs://BUCKET/MODEL.")
+        raise ValueError("model.path is empty: name the model after --, as in --config.model.path=gs://BUCKET/MODEL.")
     for key, value in values.items():
         for local in _places(key, value, code):
             _check_place(key, value, local, code)
@@ -345,8 +345,8 @@ def _check_config(config: str, code: Code | None) -> None:
             raise ValueError(f"--config={config} is not a configuration of podrl, and not in {code.missing(name)}.")
     elif file.is_file() and not file.resolve().is_relative_to(_CONFIGS):
         raise ValueError(
-            f"--config={config} is a file on this machine, which the hosts do not see: take it along by --code=DIR, or "
-            "take a configuration of podrl and say the rest after --, as --config.KEY=VALUE."
+            f"--config={config} is a file on this machine, which the hosts do not see: send it by --code=DIR, or use "
+            "a configuration of podrl and set the rest after --, as in --config.KEY=VALUE."
         )
 
 
@@ -380,9 +380,9 @@ def _check_place(key: str, value: str, local: str, code: Code | None) -> None:
     shown = f"--config.{key}={value}" if local == value else f"--config.{key}={value} names {local}, which"
     if code is None:
         raise ValueError(
-            f"{shown} is a path on this machine, which the hosts do not see: take code, configurations and small files "
-            f"along by --code=DIR, copy data and models to the bucket and say --config.{key}=gs://BUCKET/..., or give "
-            "a path of the hosts' own disk, from / on."
+            f"{shown} is a path on this machine, which the hosts do not see: send code, configurations and small files "
+            f"by --code=DIR, copy data and models to the bucket and set --config.{key}=gs://BUCKET/..., or give an "
+            "absolute path on the hosts' own disks."
         )
     if not code.holds(local):
         raise ValueError(f"{shown} is not in {code.missing(local)}.")
@@ -433,7 +433,8 @@ def main(argv: Sequence[str]) -> int:
             if not podrl_flags.get("workdir", "").startswith("gs://"):
                 raise ValueError(
                     f"--code={flags['code']} goes to the bucket of the run, and "
-                    f"--workdir={podrl_flags.get('workdir', '')} is in none: say --workdir=gs://BUCKET/RUN after --."
+                    f"--workdir={podrl_flags.get('workdir', '')} is in no bucket: give "
+                    "--workdir=gs://BUCKET/RUN after --."
                 )
             pathlib.Path(flags["archive"]).write_bytes(code.archive)
             print(code.url(podrl_flags["workdir"]))

@@ -161,7 +161,7 @@ def _check(args: argparse.Namespace, slices: machines.Slices) -> None:
     if not args.pathways:
         machines.check_multislice(slices, f"--machine={args.machine}")
     if args.join == args.name:
-        raise ValueError(f"--name={args.name} is the workload that runs: give this one another name.")
+        raise ValueError(f"--name={args.name} is the workload that runs: give this workload another name.")
     if args.headless and not args.pathways:
         raise ValueError("--headless starts a Pathways proxy without a program: give --pathways too.")
     if args.pathways and not (args.scratch or "").startswith("gs://"):

@@ -91,9 +91,9 @@ COMMON_NAMES = {
 # What to use instead of settings of other systems for which no single key of podrl stands, by shell-style patterns of
 # their names. A name is either here or in `COMMON_NAMES`.
 COMMON_ADVICE = {
-    "seed": "say --config.seed=N for random weights and sampling, in Python RLCluster(seed=N), and "
+    "seed": "use --config.seed=N for random weights and sampling, in Python RLCluster(seed=N), and "
     "--config.data.seed=N for the order of the data, in Python GRPOLearner(data_shuffle_seed=N).",
-    "output_dir": "say --workdir=DIR, in Python RLTrainingConfig(checkpoint_root_directory=DIR); the same command or "
+    "output_dir": "use --workdir=DIR, in Python RLTrainingConfig(checkpoint_root_directory=DIR); the same command or "
     "script then resumes.",
     "report_to": "log.to names trackers, such as --config.log.to=\"('wandb',)\" or podrl.run(FILE, {'log.to': "
     "('wandb',)}). A learner's run writes metrics.jsonl and TensorBoard events into "
@@ -111,17 +111,17 @@ COMMON_ADVICE = {
     "remove_unused_columns": "there is nothing to set; reward functions receive all fields of a record by name.",
     "gradient_checkpointing": "trainer.remat says what the backward pass recomputes: 'none', 'dots' or 'full'.",
     "steps_per_generation": "trainer.mini_batch_size is the number of prompts of an update, each with its samples.",
-    "scale_rewards": "say grpo.advantage_scale='std' (TRL's 'group'), 'batch' or 'none'.",
-    "mask_truncated_completions": "say grpo.overlong_filter.",
-    "delta": "say grpo.epsilon_c.",
-    "loss_type": "say grpo.loss_agg_mode and grpo.policy_loss_fn; docs/algorithms.md has both for each loss_type.",
-    "importance_sampling_level": "say grpo.policy_loss_fn='gspo' for the ratio of a whole sequence.",
-    "vllm_importance_sampling_mode": "say grpo.sampler_correction='tis', 'sequence_tis' or 'sequence_mask'.",
+    "scale_rewards": "use grpo.advantage_scale='std' (TRL's 'group'), 'batch' or 'none'.",
+    "mask_truncated_completions": "use grpo.overlong_filter.",
+    "delta": "use grpo.epsilon_c.",
+    "loss_type": "use grpo.loss_agg_mode and grpo.policy_loss_fn; docs/algorithms.md has both for each loss_type.",
+    "importance_sampling_level": "use grpo.policy_loss_fn='gspo' for the ratio of a whole sequence.",
+    "vllm_importance_sampling_mode": "use grpo.sampler_correction='tis', 'sequence_tis' or 'sequence_mask'.",
     "use_vllm": "podrl decodes with its own engine, on the mesh of the rollout role; there is nothing to set.",
     "vllm_*": "podrl decodes with its own engine; the settings of the engine are the keys of rollout.",
-    "reward_weights": "say reward.weights, in Python GRPOLearner(..., "
+    "reward_weights": "use reward.weights, in Python GRPOLearner(..., "
     "reward_config=podrl.RewardConfig(weights=(...))).",
-    "max_tool_calling_iterations": "say env.max_tool_calls, which counts calls, not rounds.",
+    "max_tool_calling_iterations": "use env.max_tool_calls, which counts calls, not rounds.",
     "resume_from_checkpoint": "the same command with the same --workdir resumes, and so does a script with the same "
     "RLTrainingConfig(checkpoint_root_directory=DIR).",
 }
@@ -571,7 +571,9 @@ def check_text(text: str, hint: object, key: str) -> bool:
                     "separate items by commas."
                 ) from None
             if isinstance(items, Mapping):
-                raise ValueError(f"{key}={text} is one item and no list: put a comma after it, as in ({{...}},).")
+                raise ValueError(
+                    f"{key}={text} is a single item, but the key holds a list: put a comma after it, as in ({{...}},)."
+                )
         if option is not type(None) and typing.get_origin(option) is not typing.Literal:
             return False  # the parser of flags checks texts and tuples
     raise ValueError(f"{key}={text} must be {_names(options)}.")

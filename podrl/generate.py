@@ -226,7 +226,10 @@ def _check(args: argparse.Namespace) -> None:
     if not out.parent.is_dir():
         raise ValueError(f"--out={out}: the directory {out.parent} does not exist.")
     if out.exists() and not out.is_file():
-        raise ValueError(f"--out={out} is not a regular file, so it cannot be replaced when all is there.")
+        raise ValueError(
+            f"--out={out} is not a regular file, so it cannot be replaced when all prompts are "
+            "complete: give another name."
+        )
     if not os.access(out.parent, os.W_OK):
         raise ValueError(f"--out={out}: the directory {out.parent} cannot be written to.")
     if not args.model.is_dir():

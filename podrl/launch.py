@@ -318,7 +318,7 @@ def _hosts_of_pod(argv: Sequence[str], config: ConfigDict, processes: int) -> ro
     if topology not in ("auto", "shared", "split"):
         raise ValueError(
             f"--local_processes={processes} makes a pod of several processes, and --topology={topology} does not: "
-            "say --topology=shared (as auto does here) or --topology=split."
+            "use --topology=shared (as auto does here) or --topology=split."
         )
     roles.check_evaluation_hosts(evaluates, split=_splits(argv))
     return roles.assign(trainer, rollout, processes, mesh, evaluates)
@@ -330,7 +330,7 @@ def _share_of_devices(argv: Sequence[str], config: ConfigDict, processes: int) -
     if 1 < devices < processes and not any(arg.startswith("--fake_devices=") for arg in argv):
         raise ValueError(
             f"--local_processes={processes} share config.fake_devices={devices}, and each needs one: start at most "
-            f"{devices} processes, or say --fake_devices=1 for one of their own."
+            f"{devices} processes, or give --fake_devices=1, so that each has a device of its own."
         )
     return _early(argv, "fake_devices", max(devices // processes, 1), prefix="--")
 

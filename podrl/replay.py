@@ -117,7 +117,8 @@ def replay(
     saved = [saved for saved in complete_steps(run / "checkpoints") if saved < step]
     start = max(saved, default=0) if begin is None else begin
     if start not in (0, *saved):
-        raise ValueError(f"--start={start} is not a checkpoint of {run} before step {step}: 0 or {saved} are.")
+        allowed = f"0 or one of {saved}" if saved else "0"
+        raise ValueError(f"--start={start} is not a checkpoint of {run} before step {step}: use {allowed}.")
     logged = {key: value for key, value in (config.get("log") or {}).items() if not former(f"log.{key}")}
     # The lists eval.sets and log.to are emptied here, because no flag of podrl.launch can empty a list in the JSON.
     config = {**config, "eval": {**(config.get("eval") or {}), "sets": []}, "log": {**logged, "to": []}}

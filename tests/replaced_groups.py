@@ -21,7 +21,9 @@ def assert_replaced(found, journal, asked, *, size, group_size, differ):
             not differ(n) for n in (batch.rollouts.version_BT >= 0).sum(axis=1).reshape(-1, group_size).sum(axis=1)
         )
         assert len(dropped) <= len(asked[step].index_P) - size
-        assert not equal or len(dropped) == len(asked[step].index_P) - size, "only after the whole reserve"
+        assert not equal or len(dropped) == len(asked[step].index_P) - size, (
+            "groups without signal are trained only if the whole reserve was drawn"
+        )
         assert counts["dynamic_sampling/groups_left_without_signal"] == equal
         assert counts["dynamic_sampling/groups_replaced"] == len(dropped)
         assert counts["dynamic_sampling/groups_drawn"] == size + len(dropped)

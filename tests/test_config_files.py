@@ -77,7 +77,9 @@ def test_an_override_that_its_key_cannot_mean_is_refused_with_what_it_can(key, t
     ],
 )
 def test_other_overrides_pass(key, text):
-    assert check_text(key, text, "grpo") == ((key, text) == ("rollout.top_p", "None")), "None asks for no number"
+    assert check_text(key, text, "grpo") == ((key, text) == ("rollout.top_p", "None")), (
+        "only rollout.top_p=None stands for None in a key that otherwise holds a number"
+    )
 
 
 def test_a_section_of_another_algorithm_leads_to_its_own():
@@ -113,7 +115,7 @@ def test_the_recipe_of_tunix_is_that_recipe_to_the_number():
         "You are given a problem. Think it through step by step and write your reasoning between <reasoning> and "
         "</reasoning>. Then write the final answer, a single number, between <answer> and </answer>."
     )
-    assert own in " ".join(page.split()), "the page shows the words of podrl's prompt"
+    assert own in " ".join(page.split()), "the page must quote podrl's prompt word for word"
     # A user can set the recipe's system prompt as the page says. The page has only the SHA-256 of that prompt, so this
     # test sets another text.
     values["data"]["system_prompt"] = "Words of another recipe."

@@ -211,7 +211,9 @@ def test_the_command_that_installs_an_extra_fits_a_checkout_and_an_installed_pod
     monkeypatch.setattr(configuration, "__file__", str(tmp_path / "site-packages/podrl/config.py"))
     assert install("view") == "pip install 'podrl[view]'"
     sources = {path: path.read_text() for path in (root / "podrl").rglob("*.py")}
-    assert [path.name for path, text in sources.items() if "'podrl[" in text] == ["config.py"], "install() says it"
+    assert [path.name for path, text in sources.items() if "'podrl[" in text] == ["config.py"], (
+        "only install() in podrl/config.py writes the command of an extra"
+    )
     extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     named = {extra for text in sources.values() for extra in re.findall(r"\binstall\('(\w+)'\)", text)}
     assert len(named) > 10 and named <= set(extras)

@@ -39,7 +39,9 @@ def test_a_list_whose_brackets_or_quotes_are_open_is_refused_as_such(text):
     with pytest.raises(ValueError, match=r"data\.sources=.* is no list as Python writes it: close every bracket"):
         check_text("data.sources", text, "grpo")
     assert not check_text("data.sources", "({'path':'a'},)", "grpo")
-    with pytest.raises(ValueError, match=r"data\.sources=.* is one item and no list: put a comma after it"):
+    with pytest.raises(
+        ValueError, match=r"data\.sources=.* is a single item, but the key holds a list: put a comma after it"
+    ):
         check_text("data.sources", "({'path':'a'})", "grpo")
 
 

@@ -249,8 +249,8 @@ class SlotEngine:
         del request_id
         if len(slots) > len(prefix.tokens):
             raise ValueError(
-                f"{len(slots)} slots for a prefix of {len(prefix.tokens)} samples: prefill_multisampling with "
-                "num_samples of at least that."
+                f"{len(slots)} slots for a prefix of {len(prefix.tokens)} samples: call prefill_multisampling "
+                f"with num_samples={len(slots)} or more."
             )
         if len(set(slots)) < len(slots) or any(not 0 <= s < self.max_concurrent_decodes for s in slots):
             raise ValueError(f"slots={list(slots)} must differ and lie in [0, {self.max_concurrent_decodes}).")

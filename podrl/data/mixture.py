@@ -229,7 +229,7 @@ def _file(config: DataConfig, source: SourceConfig | None, cache: Cache, form: F
         records = _read(config, path, part, notes, cache, form)
     except ValueError as error:
         if source and source.transforms:
-            raise ValueError(f"{config.path}, as the transforms of data.sources leave it: {error}") from error
+            raise ValueError(f"{config.path}, after the transforms of data.sources: {error}") from error
         raise
     unanswered = notes.unanswered(records)
     holds_out = not config.eval_path and not (form is not None and unanswered)
@@ -367,8 +367,8 @@ def _chosen(indices: np.ndarray, source: SourceConfig | None, seed: int) -> np.n
     wanted = source.count if source.count is not None else max(1, round(share * len(indices)))
     if wanted > len(indices):
         raise ValueError(
-            f"data.sources: {source.label} has count={wanted}, and {plural(len(indices), 'record')} to choose from: "
-            "give at most that many."
+            f"data.sources: {source.label} has count={wanted}, but only {plural(len(indices), 'record')} to choose "
+            "from: give at most that many."
         )
     order = np.argsort(hashed(indices.astype(np.uint64) + np.uint64(seed << 32)), kind="stable")
     return np.sort(indices[order[:wanted]])

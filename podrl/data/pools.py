@@ -75,7 +75,7 @@ class CurriculumConfig:
         """
         if self.metric not in ("reward", *names):
             raise ValueError(
-                f"data.curriculum.metric={self.metric!r} is not a reward function of this run: say 'reward', or "
+                f"data.curriculum.metric={self.metric!r} is not a reward function of this run: use 'reward', or "
                 f"{' or '.join(map(repr, names))}."
             )
         return -1 if self.metric == "reward" else list(names).index(self.metric)

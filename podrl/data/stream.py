@@ -185,13 +185,13 @@ class Stream(Generic[Item]):
             for i in range(looked):
                 long += isinstance(self.make_item(i, part, i), TooLong)
                 if (i + 1) % _REPORT_EVERY == 0:
-                    _log.info("%d of %d records%s are checked.", i + 1, looked, f" of {name}" * bool(name))
+                    _log.info("%d of %d records%s were checked.", i + 1, looked, f" of {name}" * bool(name))
             if long == self.records:
                 raise self.unfit(2 * long)
             none_fits = none_fits and long == looked
             if long:
                 _log.warning(
-                    "%d of the first %d records%s are longer than %d tokens, which is %s, and are left out.",
+                    "%d of the first %d records%s are longer than %d tokens (%s) and are left out.",
                     *(long, looked, f" of {name}" * bool(name), self._limit.tokens, self._limit.key),
                 )
         if none_fits:
@@ -228,7 +228,7 @@ class Stream(Generic[Item]):
         if saved.get("mixture", []) != self._mixture:
             raise ValueError(
                 f"The checkpoint's data position belongs to the sources {saved.get('mixture', [])} (name, records, "
-                f"weight) and data.sources gives {self._mixture}: resume with the same, or start in a new "
+                f"weight), but data.sources gives {self._mixture}: resume with the same sources, or start in a new "
                 "--workdir."
             )
         if (curriculum := "curriculum" in saved) != self._chooses:
@@ -269,7 +269,7 @@ class Stream(Generic[Item]):
             self.too_long[item.part] += 1
         if str(self.skipped).rstrip("0") == "1":  # logs at 1, 10, 100, ... items
             _log.warning(
-                "%d skipped so far: longer than %d tokens, which is %s.",
+                "%d records skipped so far, because they are longer than %d tokens (%s).",
                 *(self.skipped, self._limit.tokens, self._limit.key),
             )
 

@@ -502,8 +502,8 @@ def _added_tokens(config: JsonObject) -> dict[int, tuple[str, bool]]:
         return {int(i): (_token_text(token), bool(token.get("special"))) for i, token in entries.items()}
     except (AttributeError, TypeError, ValueError) as error:
         raise ValueError(
-            f"added_tokens_decoder in tokenizer_config.json is {str(entries)[:80]!r}: it must hold objects with "
-            f"'content' and 'special' by their ids ({error})."
+            f"added_tokens_decoder in tokenizer_config.json is {str(entries)[:80]!r}: it must map ids to objects "
+            f"with 'content' and 'special' ({error})."
         ) from None
 
 

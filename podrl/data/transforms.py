@@ -148,8 +148,8 @@ def _step(
             renamed = {step.rename.get(name, name): value for name, value in record.items()}
             if len(renamed) < len(record):
                 raise ValueError(
-                    f"{place} has {', '.join(record)}, of which data.sources: rename={dict(step.rename)} gives two the "
-                    "same name: rename both, or drop one by 'map'."
+                    f"{place} has {', '.join(record)}, and data.sources: rename={dict(step.rename)} gives two of these "
+                    "fields the same name: rename both, or drop one by 'map'."
                 )
             yield place, renamed
         elif step.length.holds(record):

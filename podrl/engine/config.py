@@ -96,7 +96,7 @@ def preset(name: Literal["greedy", "standard", "liberal"], **changes) -> Samplin
       ValueError: no preset has this name.
     """
     if name not in PRESETS:
-        raise ValueError(f"Decoding preset {name!r} is not known: {', '.join(PRESETS)} are.")
+        raise ValueError(f"Decoding preset {name!r} is not known: use one of {', '.join(PRESETS)}.")
     return dataclasses.replace(PRESETS[name], **changes)
 
 

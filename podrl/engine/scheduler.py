@@ -219,7 +219,9 @@ class Scheduler:
         assert sample.status is Status.PAUSED, sample
         sample.status, sample.left = Status.WAITING, left
         sample.compact = self._room(sample, compact=False) < left
-        assert self._room(sample, compact=sample.compact) >= left, "the cache's size bounds what a sample may hold"
+        assert self._room(sample, compact=sample.compact) >= left, (
+            "the cache has no room for the tokens that the sample may still get"
+        )
         assigned = self._shards[sample.shard].assigned
         assigned.insert(sum(s.grown > 0 for s in assigned), sample)
 

@@ -29,10 +29,10 @@ def check_memory(needed: int, mesh: Mesh, config: RolloutConfig, shape: EngineSh
     if room is None or needed <= room:
         return
     raise ValueError(
-        f"The key/value pool of rollout.lanes={config.lanes} needs {needed / 2**30:,.1f} GiB; free {what}: "
-        f"{room / 2**30:,.1f} GiB. It has {shape.pages} pages of {shape.page_tokens} tokens per shard. Lower "
-        f"rollout.lanes, rollout.max_tokens_to_generate={config.max_tokens_to_generate} or rollout.max_prompt_length="
-        f"{config.max_prompt_length}, or set rollout.pool_tokens."
+        f"The key/value pool of rollout.lanes={config.lanes} needs {needed / 2**30:,.1f} GiB, but only "
+        f"{room / 2**30:,.1f} GiB are free {what}. It has {shape.pages} pages of {shape.page_tokens} tokens per shard. "
+        f"Lower rollout.lanes, rollout.max_tokens_to_generate={config.max_tokens_to_generate} or "
+        f"rollout.max_prompt_length={config.max_prompt_length}, or set rollout.pool_tokens."
     )
 
 

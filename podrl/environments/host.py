@@ -170,7 +170,8 @@ class EnvironmentHost:
         if self._config.others and in_template(own["parser"]):
             raise ValueError(
                 f"env.others={self._config.others} with env.parser={own['parser']}: every prompt names the tools of "
-                "env.environment, which the records of the others cannot call. Choose a parser with tags, as call_tool."
+                "env.environment, which the records of the others cannot call. Choose a parser with tags, such as "
+                "call_tool."
             )
         return own["parser"], await self._toolbox.toolset(EnvironmentConfig(**own))
 

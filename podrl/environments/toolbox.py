@@ -199,7 +199,7 @@ class Toolbox:
 def _check_names(config: EnvironmentConfig, names: Sequence[str]) -> None:
     for key, named in (("max_calls_per_tool", config.max_calls_per_tool), ("arguments", config.arguments)):
         if unknown := [name for name in named if name not in names]:
-            raise ValueError(f"env.{key} names {', '.join(unknown)}, and the tools are {', '.join(names)}.")
+            raise ValueError(f"env.{key} names {', '.join(unknown)}, but the tools are {', '.join(names)}.")
 
 
 def _with_defaults(declared: ToolDeclaration, config: EnvironmentConfig) -> ToolDeclaration:

@@ -620,8 +620,8 @@ def _with_sources(values: ConfigValues, section: str) -> ConfigValues:
         )
     if settings.get("sources"):
         raise ValueError(
-            f"{section}.sources={dict(settings['sources'])!r}: a job takes them from its data, so say 'grpo' in "
-            "data.sources."
+            f"{section}.sources={dict(settings['sources'])!r}: a job takes the settings of sources from its "
+            "data, so set 'grpo' in the entries of data.sources."
         )
     return {**settings, "sources": own} if own else settings
 
@@ -690,12 +690,12 @@ def _check_models(job: Job) -> None:
     if critic != TRAINER and job.section != "ppo":
         raise ValueError(
             f"roles.critic.mesh={critic!r} sets devices aside for a critic, and algorithm={job.algorithm} has none: "
-            f"say {TRAINER!r}, or algorithm=ppo."
+            f"set it to {TRAINER!r}, or choose algorithm=ppo."
         )
     if reward != ROLLOUT and not job.reward.model:
         raise ValueError(
-            f"roles.reward.mesh={reward!r} sets devices aside for a reward model, and there is none: say {ROLLOUT!r}, "
-            "or give reward.model=DIR."
+            f"roles.reward.mesh={reward!r} sets devices aside for a reward model, and there is none: set it to "
+            f"{ROLLOUT!r}, or give reward.model=DIR."
         )
 
 
@@ -715,8 +715,8 @@ def _check_teacher(job: Job) -> None:
     taught = job.algo.distillation if job.section == "grpo" else None
     if job.roles.teacher.mesh != TRAINER and not job.model.teachers:
         raise ValueError(
-            f"roles.teacher.mesh={job.roles.teacher.mesh!r} sets devices aside for teachers, and there are none: say "
-            f"{TRAINER!r}, or give model.teachers."
+            f"roles.teacher.mesh={job.roles.teacher.mesh!r} sets devices aside for teachers, and there are none: set "
+            f"it to {TRAINER!r}, or give model.teachers."
         )
     if taught is None:
         if job.model.teachers:

@@ -89,7 +89,10 @@ def dry_run(values: ConfigValues, workdir: str, pod: PlannedPod | None = None, *
             for sentence in identity.compare(workdir, pathlib.Path(workdir), mine, defaults):
                 console.print(sentence)
     else:
-        raise ValueError("model.path is empty: the run itself needs --config.model.path=DIR. All else is as printed.")
+        raise ValueError(
+            "model.path is empty: the run itself needs --config.model.path=DIR. The rest of the configuration is as "
+            "printed above."
+        )
     return EXIT_DONE
 
 

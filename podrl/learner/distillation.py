@@ -61,8 +61,9 @@ class DistilledGRPO(GRPO):
         self._exact = not self._teacher.sampled
         if cluster.teachers and (self._exact or self._teacher.teacher != "reference"):
             raise ValueError(
-                f"grpo.teacher_kl={self._teacher.kl!r} with grpo.teacher={self._teacher.teacher!r}: teachers of the "
-                "cluster score sampled tokens, so set 'sampled' and 'reference', or leave model.teachers out."
+                f"grpo.teacher_kl={self._teacher.kl!r} with grpo.teacher={self._teacher.teacher!r}: model.teachers "
+                "score sampled tokens only. Set grpo.teacher_kl='sampled' and grpo.teacher='reference', or leave "
+                "model.teachers out."
             )
         if self._teacher.teacher == "reference" and not (cluster.directories["reference"] or cluster.teachers):
             raise ValueError(

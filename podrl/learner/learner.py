@@ -309,7 +309,8 @@ class SampleLearner(SavedByRun):
                 raise ValueError(f"train_ds={train_ds!r:.80} is empty: it must have at least one prompt or record.")
             if size and prompts_per_step not in (None, size):
                 raise ValueError(
-                    f"prompts_per_step={prompts_per_step}, and batches of the dataset have {plural(size, 'prompt')}."
+                    f"prompts_per_step={prompts_per_step}, but batches of the dataset have {plural(size, 'prompt')}: "
+                    "leave prompts_per_step out."
                 )
             size = (size or prompts_per_step or 8) * self.config.prompt_batches
             train_ds = self._listed(items, size, shuffle_seed=self._shuffle_seed)

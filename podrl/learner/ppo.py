@@ -55,7 +55,7 @@ class PPO:
         self._cluster, self._config = cluster, config
         self.policy = GRPO(cluster, config, samples=samples, log=log, pieces=pieces)
         critic = cluster.make_critic()
-        assert critic is not None, "a trainer's process has devices of the critic's mesh"
+        assert critic is not None, "every trainer process must have devices of the critic's mesh"
         self._critic = critic
         loss = config.policy_loss(cluster.config.rollout().max_tokens_to_generate).settings
         clip, scale = config.clip_range_value, loss.loss_agg_scale or 1.0

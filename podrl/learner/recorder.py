@@ -228,7 +228,7 @@ class Recorder:
     def save(self, step: int, in_flight: Sequence[InFlight]) -> None:
         if self._run.checkpoints is None:
             return
-        assert self._trained is not None, "only what was trained is saved"
+        assert self._trained is not None, "a checkpoint is saved only after a trained step"
         self._end_evaluation(wait=True)  # a run that resumes from this checkpoint no longer has the weights to evaluate
         with self._run.watchdog.stage("checkpoint"):
             self._flush()

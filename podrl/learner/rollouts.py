@@ -99,7 +99,7 @@ class LocalRollouts:
             return self._thread.submit(self._cluster.sync_weights, step, in_place=in_place).result()
 
     def submit(self, policy: Policy, step: int) -> InFlight:
-        assert self._generate is not None, "answers from data are not generated"
+        assert self._generate is not None, "a job on answers from data generates no batches"
         return self._batches.submit(self.next_batch(), step)
 
     def next_batch(self) -> Any:

@@ -111,7 +111,7 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
                 f"{plural(self.max_staleness, 'step')} old: use a smaller bound, or None."
             )
         if self.kind == "gmpo":
-            raise ValueError(f"{key} drops single tokens, which gmpo's one ratio per sequence cannot: use None.")
+            raise ValueError(f"{key} drops single tokens, but gmpo has one ratio per sequence: use None.")
 
     def _check_steered(self, target: float) -> None:
         """Refuses a `kl_target` unless the KL is in exactly one of loss and reward."""
@@ -256,16 +256,16 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
                     )
             return
         refused = {
-            f"{name}.max_staleness=0: there is nothing for a clock to decide, set at least 1": not self.max_staleness,
-            f"rollout.window_tokens={rollout.window_tokens}: windows end by the clock, leave it out": (
+            f"{name}.max_staleness=0: there is nothing for a clock to decide. Set at least 1": not self.max_staleness,
+            f"rollout.window_tokens={rollout.window_tokens}: windows end by the clock. Leave it out": (
                 rollout.window_tokens is not None
             ),
-            f"env.calls_per_window={calls_per_window}: windows end by the clock, leave it out": (
+            f"env.calls_per_window={calls_per_window}: windows end by the clock. Leave it out": (
                 calls_per_window is not None
             ),
         }
         for text in (text for text, found in refused.items() if found):
-            raise ValueError(f"rollout.clock='wall' does not go with {text}; or set rollout.clock='tokens'.")
+            raise ValueError(f"rollout.clock='wall' does not go with {text}, or set rollout.clock='tokens'.")
 
     def check_curriculum(self, rollout: RolloutConfig) -> None:
         """Refuses settings that data.curriculum cannot be combined with.
@@ -489,8 +489,8 @@ class GRPOConfig(AlgorithmConfig, KLLossSettings, GroupSettings):
         if self.teacher_coef and any(self.kl_coefs().values()):
             used = ", ".join(f"grpo.{field}={coef:g}" for field, coef in self.kl_coefs().items() if coef)
             raise ValueError(
-                f"grpo.teacher_coef={self.teacher_coef:g} takes model.reference for the teacher, to which {used} would "
-                "hold the policy once more: set it to 0, or grpo.teacher_coef=0."
+                f"grpo.teacher_coef={self.teacher_coef:g} takes model.reference as the teacher, and {used} would pull "
+                "the policy towards the same model a second time: set it to 0, or grpo.teacher_coef=0."
             )
 
     def _check_sources(self) -> None:
@@ -647,8 +647,8 @@ class PPOConfig(AlgorithmConfig, GAESettings):
         super().__post_init__()
         if self.advantage_estimator != "gae":
             raise ValueError(
-                f"ppo.advantage_estimator={self.advantage_estimator!r} must be 'gae': group estimators need no critic, "
-                "say algorithm=grpo."
+                f"ppo.advantage_estimator={self.advantage_estimator!r} must be 'gae': for group estimators, which "
+                "need no critic, set algorithm=grpo."
             )
         kl.canonical_mode(self.kl_method, key="ppo.kl_method")
 

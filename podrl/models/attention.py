@@ -74,7 +74,9 @@ def attention(
         return dense(q_BTNH, k_BTKH, v_BTKH, segment_BT, window=window, softcap=softcap, shared=shared, sinks=sinks)
     if form == "splash":
         if shared is not None:
-            raise ValueError("form='splash' sees equal segments only: use 'prefix' where segments share a beginning.")
+            raise ValueError(
+                "form='splash' lets a token see its own segment only: use 'prefix' if segments share tokens."
+            )
         run = functools.partial(_splash, softcap=softcap, windows=tuple(sorted(set(windows))), interpret=interpret)
     elif form == "prefix":
         if shared is None:

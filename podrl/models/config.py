@@ -166,7 +166,7 @@ class Experts:
                 "least 1 and at most the number of experts."
             )
         if self.score not in ("softmax", "sigmoid", "chosen"):
-            raise ValueError(f"Router score {self.score!r} is not known: softmax, sigmoid and chosen are.")
+            raise ValueError(f"Router score {self.score!r} is not known: use softmax, sigmoid or chosen.")
         if self.shared_gate and not self.shared_dim:
             raise ValueError("shared_gate=True without a shared feed-forward: shared_dim must be above 0.")
 
@@ -493,7 +493,7 @@ class ModelConfig:
 
         The layers must be alike: call it on each configuration of `alike`.
         """
-        assert not self.kinds, "head_dim differs by kind: ask each of alike()"
+        assert not self.kinds, "head_dim differs by kind: call inverse_frequencies on each configuration of alike()"
         turned = self.rotary_dim or self.head_dim
         exponent_H = np.arange(0, turned, 2, dtype=np.float64) / turned
         rows = [
@@ -556,7 +556,7 @@ def _scale(freq_H: np.ndarray, scaling: RopeScaling, theta: float) -> np.ndarray
         high = low + 0.001 if low == high else high
         keep_H = 1 - np.clip((np.arange(len(freq_H)) - low) / (high - low), 0.0, 1.0)
         return keep_H * freq_H + (1 - keep_H) * freq_H / scaling.factor
-    raise ValueError(f"Rope scaling {scaling.kind!r} is not known: none, linear, llama3, yarn and proportional are.")
+    raise ValueError(f"Rope scaling {scaling.kind!r} is not known: use none, linear, llama3, yarn or proportional.")
 
 
 def gemma2_config(

@@ -165,7 +165,8 @@ def _lengths(job: "Job") -> "np.ndarray | None":
 
     if _LENGTHS.value and job.roles.colocated:
         raise ValueError(
-            "--lengths simulates two sides that work at once; with roles.colocated=True they take turns: leave one out."
+            "--lengths simulates a trainer and a rollout side that work at the same time, but with "
+            "roles.colocated=True they take turns: leave out --lengths, or set roles.colocated=False."
         )
     return read_lengths(_LENGTHS.value) if _LENGTHS.value else None
 

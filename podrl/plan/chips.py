@@ -7,7 +7,7 @@ import re
 from collections.abc import MutableMapping
 from typing import Any
 
-from podrl.config import install, nearest
+from podrl.config import install, nearest, plural
 from podrl.mesh.chips import CHIPS, GIB, Chip
 
 _MOST_SLICES = 512
@@ -103,7 +103,7 @@ def parse_topology(text: str, *, key: str) -> Topology:
     if math.prod(shape) > chip.largest or int(slices or 1) > _MOST_SLICES:
         raise ValueError(
             f"{key}={text!r}: the largest {name} slice has {chip.largest} chips, and a job at most {_MOST_SLICES} "
-            f"slices; this would be {slices or 1} of {math.prod(shape)} chips."
+            f"slices; this topology has {plural(int(slices or 1), 'slice')} of {math.prod(shape)} chips."
         )
     shapes = _FLAT if chip.dimensions == 2 else (*_SMALL, *([(1, 1, 1)] if name == "tpu7x" else []))
     if shape not in shapes and not (chip.dimensions == 3 and all(n % 4 == 0 for n in shape)):

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from jaxtyping import Int
 
+from podrl.config import plural
 from podrl.engine.config import RolloutConfig
 from podrl.engine.sizes import engine_shape
 from podrl.engine.state import EngineShape
@@ -151,9 +152,11 @@ def read_lengths(path: str) -> Int[np.ndarray, " N"]:
         except (OSError, ValueError, TypeError) as error:
             raise ValueError(f"--lengths={path} is neither a run directory nor a file of numbers: {error}.") from None
     if not any(found) or min(found) < 0:
+        smallest = f", the smallest of them {min(found)}" if found else ""
         raise ValueError(
-            f"--lengths={path} has {len(found)} lengths, the least {min(found, default=0)}: give a run directory with "
-            "a trace (log.trace), or a file with the tokens of a completion on each line."
+            f"--lengths={path} holds {plural(len(found), 'length')}{smallest}: none may be negative, and one must be "
+            "above 0. Give a run directory with a trace (log.trace), or a file with one number of sampled tokens per "
+            "line."
         )
     return np.asarray([n for n in found if n], np.int64)
 

@@ -62,7 +62,7 @@ class Trial:
 def shortfall(found: Trial | CompileResult) -> str:
     """Describes in words by how much a program does not fit."""
     if not found.missing:
-        return "refused by the compiler, which does not say how much is too much"
+        return "refused by the compiler, which does not say by how many bytes"
     return f"{'at least ' if found.at_least else ''}{found.missing / GIB:.2f} GiB too much"
 
 

@@ -557,7 +557,11 @@ class Rewards:
         except (LateWorkerError, DiedError) as error:
             raise self._always(function, error, f"{part.show(0)}, nor for an empty completion") from error
         if trouble == "died":
-            _log.warning("Reward function %s: its worker died twice on %s: left out.", function.name, part.show(0))
+            _log.warning(
+                "The worker of reward function %s died twice on %s: this sample is left out.",
+                function.name,
+                part.show(0),
+            )
             return _SingleReward(np.nan, trouble)
         _log.warning(
             "Reward function %s exceeded reward.deadline_s=%g on %s: it has the reward of an empty completion, %g.",

@@ -414,7 +414,7 @@ class EpisodePlayer:
             self._on_chat(b, message, ChatRequest(**message.chat))
             return
         if episode.branches is not None:
-            raise BatchError(f"{self._name(b)} calls model.chat and model.say: an episode may use one of them.")
+            raise BatchError(f"{self._name(b)} calls model.chat and model.say: an episode may use only one of them.")
         self._reward(b, message.reward)
         tokens, texts = self._encode_observation(b, message)
         used = 0 if episode.track is None else len(episode.track.tokens)
@@ -463,7 +463,8 @@ class EpisodePlayer:
         if (most := self._session.spare_stop_ids(self.request.sampling)) < len(ids):
             raise BatchError(
                 f"{self._name(b)}: {len(ids)} stop strings are special tokens ({', '.join(ids.values())}), "
-                f"and at most {most} may be: {STOP_IDS} ids end a turn, the tokenizer's own included."
+                f"and at most {most} may be, because at most {STOP_IDS} token ids end a turn, the "
+                "tokenizer's own included."
             )
         self._episodes[b].stops, self._episodes[b].strings = dict(ids), texts
         return texts
@@ -474,14 +475,16 @@ class EpisodePlayer:
         p, g = divmod(b, request.group_size)
         if message.overlaps and self._windows:
             raise BatchError(
-                f"{self._name(b)} opened a request while an earlier one was open, and its samples are cut into windows "
-                "of tokens, which need an order of its tokens: await each answer before the next request, or set "
-                "rollout.clock='wall', or grpo.max_staleness to 0 or 1."
+                f"{self._name(b)} opened a request while an earlier one was open. Its samples are cut into windows of "
+                "tokens, so its requests must come one after another: await each answer before the next request, or "
+                "set rollout.clock='wall', or grpo.max_staleness to 0 or 1."
             )
         self._unopened.get(p, set()).discard(b)
         if episode.branches is None:
             if episode.track is not None or episode.opening is not None:
-                raise BatchError(f"{self._name(b)} calls model.say and model.chat: an episode may use one of them.")
+                raise BatchError(
+                    f"{self._name(b)} calls model.say and model.chat: an episode may use only one of them."
+                )
             episode.branches = Branches(
                 self._dialogue.tokenizer,
                 key_2=request.keys_PG2[p, g],

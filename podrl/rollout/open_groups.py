@@ -173,9 +173,9 @@ class OpenGroups(Generic[_G]):
         count = self._size if self._keeps_reserve else len(parts)
         if self._resumed_reserve not in (None, spare := len(parts) - count):
             raise ValueError(
-                f"A batch has {plural(spare, 'prompt')} in reserve, and the batches in flight of the checkpoint have "
-                f"{self._resumed_reserve}: dynamic_sampling and dynamic_sampling_batches may not change when a run "
-                "resumes. Restore them, or begin another run."
+                f"A batch has {plural(spare, 'prompt')} in reserve, but the unfinished batches of the checkpoint have "
+                f"{self._resumed_reserve} each: dynamic_sampling and dynamic_sampling_batches may not change when a "
+                "run resumes. Restore them, or begin another run."
             )
         for part in parts[:count]:
             self._add(part, step)
@@ -201,8 +201,8 @@ class OpenGroups(Generic[_G]):
         ):
             if len(dropped) > left:
                 raise ValueError(
-                    f"batches.jsonl drops {len(dropped)} groups of equal rewards in step {step}, and {left} prompts "
-                    "are in reserve. To repeat a run, use its dynamic_sampling and dynamic_sampling_batches. Restore "
+                    f"batches.jsonl drops {len(dropped)} groups of equal rewards in step {step}, but {left} prompts "
+                    "are in reserve. To repeat a run, use its dynamic_sampling and dynamic_sampling_batches: restore "
                     "them, or delete the file to go on without repeating."
                 )
             for group in dropped:

@@ -108,7 +108,7 @@ class Serving:
         """
         model_request = request.model_request
         if model_request.reward is not None:
-            raise RefusedRequest(404, "not_found", "Rewards are taken in training: this endpoint serves a checkpoint.")
+            raise RefusedRequest(404, "not_found", "This endpoint serves a checkpoint and takes no rewards.")
         prompt = np.asarray(self._prompt(request), np.int32)
         if not len(prompt):
             raise RefusedRequest(400, "invalid_prompt", "The prompt is empty: give at least one token.")

@@ -332,7 +332,7 @@ class RolloutWorker:
 
     def close(self, session: Session) -> None:
         """Takes the pools back from a finished session."""
-        assert session is self._session, "not this worker's session"
+        assert session is self._session, "the session belongs to another worker, or is closed"
         self._session, self._refreshed = None, None
         self.put_back(session.device)
 
@@ -403,7 +403,7 @@ class RolloutWorker:
             between()
             if session.stats.failed:
                 text = _failures(session, sum(player.request.samples for player, _ in players))
-                _log.warning("%s. They and the other samples of their prompts leave the loss.", text)
+                _log.warning("%s. They and the other samples of their prompts are left out of the loss.", text)
         finally:
             self.close(session)
             if session.open or session.stats.failed:
@@ -416,7 +416,7 @@ class RolloutWorker:
         """Raises FailedSamplesError if too many of a call's samples failed."""
         if session.stats.failed.total() > FAILED_SHARE * samples:
             raise FailedSamplesError(
-                f"{_failures(session, samples)}: at most {FAILED_SHARE:.0%} may. Weights or activations "
+                f"{_failures(session, samples)}: at most {FAILED_SHARE:.0%} may fail. Weights or activations "
                 f"overflow in rollout.data_type={session.engine.dtype.name}: use float32 or bfloat16, look for "
                 "NaN in the model or adapters that were loaded, and if it happens only after some steps "
                 "lower trainer.learning_rate."
@@ -444,7 +444,10 @@ class RolloutWorker:
             raise ValueError(f"group_size={group_size} must be at least 1.")
         stop_ids = len(self._eos_ids) + len(sampling.stop_ids)
         if stop_ids > STOP_IDS:
-            raise ValueError(f"{stop_ids} ids end a sample (eos and Sampling.stop_ids): at most {STOP_IDS} may.")
+            raise ValueError(
+                f"{stop_ids} token ids end a sample (end tokens and Sampling.stop_ids): at most {STOP_IDS} are "
+                "supported."
+            )
         _check_ends(sampling.stop_ids, self.model, "Sampling.stop_ids")
         for p, length in enumerate(int(n) for n in prompts.length_P):
             if length < 1:

@@ -267,7 +267,7 @@ def read_id(path: pathlib.Path) -> str:
     if re.fullmatch(rb"[0-9a-f]{12}|[0-9a-f]{32}", content):
         return content.decode()
     if content:
-        log.warning("%s holds no id of a run: metrics go to a new one.", path)
+        log.warning("%s holds no id of a tracked run: metrics go to a new run of the tracker.", path)
     return ""
 
 

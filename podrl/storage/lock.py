@@ -114,8 +114,8 @@ class Lock:
         if self._new_owner is not None:
             raise ValueError(
                 f"--workdir={self._label} was taken over by {self._new_owner.shown} after this process had given no "
-                f"sign of life for {EXPIRY_S:.0f} s: this one ends without writing any more. Give another --workdir to "
-                "run both."
+                f"sign of life for {EXPIRY_S:.0f} s: this process ends and writes nothing more. Give another --workdir "
+                "to run both."
             )
 
     def release(self) -> None:

@@ -29,7 +29,7 @@ def unseal(values: JsonObject) -> JsonObject:
     """
     content = {key: value for key, value in values.items() if key != _KEY}
     if values.get(_KEY) != (found := _digest(content)):
-        raise ValueError(f"its checksum is {values.get(_KEY)!r}, that of its content {found!r}")
+        raise ValueError(f"its checksum is {values.get(_KEY)!r}, but its content has the checksum {found!r}")
     return content
 
 

@@ -144,7 +144,10 @@ def loss(value: object, arguments: Mapping[str, object], key: str) -> Callable[.
     except Exception as error:  # noqa: BLE001 - a user's function may raise anything
         traced = isinstance(error, jax.errors.ConcretizationTypeError | jax.errors.TracerArrayConversionError)
         if traced or _BRANCH in str(error):
-            what = "jax compiles it, so its arrays have no values yet: say jnp.where for `if`, jax.numpy for numpy"
+            what = (
+                "jax compiles the function, so its arrays have no values yet: use jnp.where instead of `if`, and "
+                "jax.numpy instead of numpy"
+            )
             error = TypeError(what).with_traceback(error.__traceback__)
         raise ValueError(f"{key}: {_name(call)} fails on arrays of shape (2, 3): {_where(error, call)}") from None
     if getattr(result, "shape", None) != (2, 3) or not jnp.issubdtype(result.dtype, jnp.floating):
@@ -221,7 +224,7 @@ def advantage(value: object, arguments: Mapping[str, object], key: str) -> Calla
             result = np.asarray(call(np.array([[0.0, 1.0], [2.0, 2.0]]), length_PG=np.array([[1, 2], [3, 1]])))
     except Exception as error:  # noqa: BLE001 - a user's function may raise anything
         if _BRANCH in str(error):
-            error = TypeError("an array has no single truth value: say np.where for `if`").with_traceback(
+            error = TypeError("an array has no single truth value: use np.where instead of `if`").with_traceback(
                 error.__traceback__
             )
         raise ValueError(f"{key}: {_name(call)} fails on rewards of shape (2, 2): {_where(error, call)}") from None

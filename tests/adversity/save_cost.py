@@ -56,7 +56,7 @@ def main() -> int:
             started = time.process_time()
             checkpoint.tree_sums(state)
             alone.append(time.process_time() - started)
-            print(f"with {took[True]:.3f} s, without {took[False]:.3f} s", flush=True)  # noqa: T201
+            print(f"with checksums {took[True]:.3f} s, without checksums {took[False]:.3f} s", flush=True)  # noqa: T201
         checkpoints.close()
     with_sums, without = (statistics.median(values) for values in zip(*pairs, strict=True))
     print(f"medians {with_sums:.3f} s and {without:.3f} s: {100 * (with_sums / without - 1):+.1f} %")  # noqa: T201

@@ -92,7 +92,7 @@ def test_every_file_of_a_checkpoint(whole, tmp_path, step):
             checkpoints = Checkpoints(folder.parent, keep=9)
             try:
                 same = _content(checkpoints.restore(int(step), abstract)) == expected
-                assert same, f"bit {bit} of {name}: other bits are restored without a word"
+                assert same, f"bit {bit} of {name}: restore() returned other content and raised no error"
                 found["same"] += 1
             except (ValueError, OSError):
                 found["refused"] += 1

@@ -125,7 +125,7 @@ def test_a_save_that_meets_a_full_disk_half_way_leaves_the_one_before_good(disk,
     assert checkpoints.save(3, _state(3), {}, {}) and checkpoints.wait() and checkpoints.steps() == [1, 3]
     checkpoints.close()
     left = [path.name for path in (disk / "checkpoints").iterdir()]
-    assert sorted(left) == ["1", "3"], "nothing of the save that failed takes room"
+    assert sorted(left) == ["1", "3"], "the failed save must leave no files"
 
 
 @pytest.mark.parametrize("trouble", ["is full", "ead-only"])

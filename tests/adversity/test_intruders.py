@@ -110,7 +110,7 @@ def test_3000_silent_and_100_hostile_connections_change_nothing():
         # The endpoint has closed the strangers' connections.
         until(
             lambda: asked(early, address, 3)["open"] <= before["open"] + 20,
-            "no stranger",
+            "the end of the strangers' connections",
             every_s=0.5,
         )
         assert len(hostile) == 100

@@ -189,7 +189,7 @@ def test_an_owner_whose_lease_was_taken_over_ends(shared):
     with pytest.raises(ValueError, match=r"--workdir=run was taken over by process .* on far"):
         until(check)
     taken.release()
-    assert Owner.parse(record.read()) is not None, "the lease of the other stays"
+    assert Owner.parse(record.read()) is not None, "release() must keep the lease of the other owner"
 
 
 def test_a_lease_of_elsewhere_that_is_given_back_is_free_before_it_expires(tmp_path, monkeypatch):

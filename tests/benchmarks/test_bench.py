@@ -52,7 +52,7 @@ def test_tools(capsys):
     assert bench.main(["benchmarks", "tools", *TINY.split(), *options.split(), "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)
     assert figures["calls"] == 12 and figures["given_tokens"] == 60
-    assert figures["tokens"] == 54, "nine of each of six samples, in three turns"
+    assert figures["tokens"] == 54, "six samples of nine tokens each"
     assert figures["prefill_per_given"] == 1 and 0 < figures["lane_utilisation"] <= 1
     assert figures["of_plain"] > 0 and figures["cpu_of_context"] > 0 and figures["compiles"] == 0
 
@@ -82,7 +82,9 @@ def test_front(capsys):
     assert bench.main(["benchmarks", "front", "--open=2", "--requests=2", "--turns=2", "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)
     assert 0 < figures["server_cpu_ms_least"] <= figures["server_cpu_ms"] and figures["closing_cpu_ms_least"] > 0
-    assert 8_000 < figures["request_bytes"] < 16_000, "a system prompt, and messages of 1 to 2 kB for two turns"
+    assert 8_000 < figures["request_bytes"] < 16_000, (
+        "a request has a system prompt and messages of 1 to 2 kB for two turns"
+    )
 
 
 def test_a_leader_exchanges_a_few_messages_with_every_host(capsys):
@@ -204,7 +206,9 @@ def test_a_decode_step_of_gemma2_2b_reads_little_more_than_it_must(monkeypatch):
 def test_the_cost_of_a_trace_is_that_over_its_neighbours():
     seconds = {1: 9.0, 2: 5.0, 3: 1.0, 4: 1.5, 5: 1.0, 6: 1.7, 7: 1.2, 8: 3.0, 9: 1.0}
     found = bench_trace.figures(seconds)
-    assert found["steps"] == 2 and found["traced_step_s"] == pytest.approx(1.6), "the last step saves"
+    assert found["steps"] == 2 and found["traced_step_s"] == pytest.approx(1.6), (
+        "the last step does not count, because it saves a checkpoint"
+    )
     assert found["traced_step_cost_s"] == pytest.approx(0.55) and found["step_s"] == 1.0
     assert found["cost"] == pytest.approx(0.055)
 

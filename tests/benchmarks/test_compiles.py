@@ -110,4 +110,6 @@ def test_programs_compile_and_fit(case: str, chip: str, wanted: set[str], tmp_pa
         assert [json.loads(line)["program"] for line in results.read_text().splitlines()] == list(found)
         capsys.readouterr()
         again = compiles.run(options)["programs"]
-        assert again == list(found.values()) and f"{case}, " not in capsys.readouterr().err, "none is compiled again"
+        assert again == list(found.values()) and f"{case}, " not in capsys.readouterr().err, (
+            "no program is compiled again"
+        )

@@ -145,7 +145,7 @@ PHI4 = (
     + "{{ m.content + '<|im_end|>' }}" + E + "{% else %}{{ m.content + '<|im_end|>' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant<|im_sep|>' }}{% endif %}"
 )  # fmt: skip
-# Phi 3: without a generation prompt, another token closes the conversation.
+# Phi 3: without a generation prompt, the eos token ends the conversation.
 PHI3 = (
     "{% for m in messages %}{{ '<|' + m.role + '|>\\n' }}{% if m.role == 'assistant' %}" + G + "{{ m.content + '<|end|>' }}" + E
     + "{{ '\\n' }}{% else %}{{ m.content + '<|end|>\\n' }}{% endif %}{% endfor %}"
@@ -181,7 +181,8 @@ GLM = (
     "{{ '\\n<tool_response>\\n' + m.content + '\\n</tool_response>' }}{% else %}{{ '\\n' + m.content }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )  # fmt: skip
-# gpt-oss: messages on channels; a turn may have several messages, and another token ends the last of them.
+# gpt-oss: messages on channels; a turn may have several. <|call|> ends a call, <|return|> the answer that ends the
+# conversation, <|end|> all other messages.
 HARMONY = (
     "{{ '<|start|>system<|message|>Reasoning: medium<|end|>' }}{% set ns = namespace(called=none) %}{% for m in messages %}"
     "{% if m.role == 'assistant' %}{{ '<|start|>assistant' }}" + G + "{% if m.tool_calls %}"
@@ -311,5 +312,7 @@ def written(directory: pathlib.Path, family: Family, *, marked: bool = False) ->
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
     ends = [fast.token_to_id(token) for token in family.ends]
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
-    assert not re.search(r"%\}\s+[{<\w]", family.template), "white space that marks would move"
+    assert not re.search(r"%\}\s+[{<\w]", family.template), (
+        "a mark would change the white space after a tag of the template"
+    )
     return directory

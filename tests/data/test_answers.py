@@ -303,7 +303,9 @@ def test_the_mark_of_an_answer_is_no_heading():
 
 def test_a_field_that_is_null_is_not_there():
     assert shape.prompt_field({"messages": None, "prompt": "x"}) == "prompt"
-    assert shape.prompt_field({"question": None}) == "question", "named where nothing else asks"
+    assert shape.prompt_field({"question": None}) == "question", (
+        "the field is named if the record has no other question"
+    )
     sft.check_form({"messages": None, "prompt": "x", "completion": "y"}, "line 1", DataConfig())
 
 

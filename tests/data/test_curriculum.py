@@ -85,7 +85,9 @@ def test_a_table_keeps_rates_streaks_and_the_last_visit_and_goes_back():
     ids = [3, 4, 5, 7]
     assert table.seen().tolist() == ids and table.last_N[ids].tolist() == [1, 1, 0, 1]
     assert table.pools(2, config)[ids].tolist() == [POSTPONED, HARD, NORMAL, RETIRED]
-    assert table.pools(4, config)[ids].tolist() == [HARD, HARD, NORMAL, RETIRED], "three steps after its last visit"
+    assert table.pools(4, config)[ids].tolist() == [HARD, HARD, NORMAL, RETIRED], (
+        "a postponed prompt returns three steps after it was drawn"
+    )
     third = table.learn(4, Results(np.array([3, 7]), np.array([0.75, 0.0], np.float32)), config)
     assert table.rate_N[ids].tolist() == [0.375, 0.25, 0.5, 0.5]
     assert table.pools(5, config)[ids].tolist() == [NORMAL, HARD, NORMAL, NORMAL]
@@ -123,7 +125,9 @@ def test_batches_of_a_large_pool_are_those_of_all_its_records_in_order(tokenizer
     drawn = [i for _ in range(5) for i in next(made).fields["id"]]
     oldest = [i for i in np.argsort(last, kind="stable").tolist() if i % 3 == 0]
     ranks = [oldest.index(i) for i in drawn]
-    assert ranks == [*range(12), *range(8)], "those of the last two batches rest, as their results are not known"
+    assert ranks == [*range(12), *range(8)], (
+        "records of the last two batches are not drawn again, because their results are not known yet"
+    )
 
 
 @pytest.mark.parametrize("lag", [0, 1, 3])
@@ -149,7 +153,9 @@ def test_shares_set_how_often_pools_come(tokenizer, files):
     later = [i % 3 for ids in history[20:] for i in ids]  # all records have been seen by then
     assert [later.count(kind) for kind in range(3)] == [20, 80, 100]
     hard = [i for ids in history[20:] for i in ids if i % 3 == 2]
-    assert max(hard.count(i) for i in set(hard)) - min(hard.count(i) for i in set(hard)) <= 1, "oldest first"
+    assert max(hard.count(i) for i in set(hard)) - min(hard.count(i) for i in set(hard)) <= 1, (
+        "hard records are drawn in turn, so no record is drawn twice more often than another"
+    )
     assert all(len(set(ids)) == 5 for ids in history)
 
 
@@ -164,7 +170,7 @@ def test_a_run_resumes_at_any_step_also_where_batches_in_flight_were_given_up(to
     settings = {"retire_after": 2, "postpone_after": 1, "postpone_steps": 5, "hard_share": 0.25, "limit": 13}
     whole = Training(stream(tokenizer, files, rows=3, lag=lag, **settings), lag)
     expected = whole.run(30)
-    assert whole.stream.skipped, "some are too long"
+    assert whole.stream.skipped, "the test needs records that are too long"
     for keep in (True, False):
         first = Training(stream(tokenizer, files, rows=3, lag=lag, **settings), lag)
         first.run(saved_at)
@@ -175,7 +181,7 @@ def test_a_run_resumes_at_any_step_also_where_batches_in_flight_were_given_up(to
         if keep and state_of_last:
             again.stream.restore(state_of_last[-1])
             again.open = list(first.open)
-        else:  # as the checkpoint of a failed run, which has the position after the last trained batch
+        else:  # a failed run's checkpoint has only the position after the last trained batch
             plain = Training(stream(tokenizer, files, rows=3, lag=lag, **settings), lag)
             states = []
             for step in range(saved_at):

@@ -20,7 +20,9 @@ def test_a_hint_stands_behind_what_is_asked_or_in_its_place():
     assert with_hint({"prompt": "Q: 2 + 2 A:"}, fields, "{level}: {prompt}", "question") == {"prompt": "2: Q: 2 + 2 A:"}
     turns = [{"role": "user", "content": "2 + {answer}?"}, {"role": "assistant", "content": "4"}]
     found = with_hint({"messages": turns}, fields, HINT, "question")
-    assert found["messages"][0]["content"] == "2 + {answer}?\n\nThe answer is 4.", "what is asked is not a template"
+    assert found["messages"][0]["content"] == "2 + {answer}?\n\nThe answer is 4.", (
+        "braces in the question are not replaced"
+    )
     assert found["messages"][1] == turns[1] and turns[0]["content"] == "2 + {answer}?"
 
 

@@ -107,9 +107,9 @@ def test_teachers_and_evaluation_sets_are_pinned_too(server):
     assert first["model"]["teachers"] == ({"path": f"acme/tiny@{server.commit('models/acme/tiny')}"}, {"path": "./old"})
     commit = server.commit("datasets/acme/sums")
     assert first["eval"]["sets"] == ({"name": "own", "path": f"hf:acme/sums@{commit}:main:test"},)
-    assert asked["model"]["teachers"][0]["path"] == "acme/tiny", "the configuration given stays as it is"
+    assert asked["model"]["teachers"][0]["path"] == "acme/tiny", "pinned() must not change its argument"
     assert hub.pinned(asked, first) == first
-    assert hub.pinned(asked, asked) == asked, "a run that began without pins goes on without them"
+    assert hub.pinned(asked, asked) == asked, "a run that began without pinned commits resumes without them"
 
 
 @pytest.mark.parametrize(

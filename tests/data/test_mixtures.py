@@ -112,7 +112,7 @@ def test_transforms_rename_drop_and_map_and_are_counted(tokenizer, files):
     [
         (({"length": {"field": "qestion", "most": 9}},), r"length names 'qestion', which no record of .*a\.jsonl has"),
         (({"rename": {"nope": "x"}},), r"rename names 'nope', which no record of .*a\.jsonl has \(they have question,"),
-        (({"rename": {"question": "q"}},), r"a\.jsonl, as the transforms of data\.sources leave it: .*line 1 has q,"),
+        (({"rename": {"question": "q"}},), r"a\.jsonl, after the transforms of data\.sources: .*line 1 has q,"),
     ],
 )
 def test_transforms_that_do_nothing_or_take_the_question_are_refused(files, steps, message):
@@ -227,7 +227,7 @@ def test_bad_mixtures_are_refused(sources, message):
 
 
 def test_more_than_there_is_cannot_be_chosen(files):
-    with pytest.raises(ValueError, match="a has count=100, and 60 records to choose from"):
+    with pytest.raises(ValueError, match="a has count=100, but only 60 records to choose from"):
         split(config(files, {"path": "a", "count": 100}))
 
 
@@ -306,7 +306,7 @@ def test_a_path_beside_sources_is_refused_unless_it_is_that_of_a_configuration()
 
 
 def test_renaming_onto_another_field_is_refused(files):
-    with pytest.raises(ValueError, match=r"a\.jsonl line 1 has .* gives two the same name"):
+    with pytest.raises(ValueError, match=r"a\.jsonl line 1 has .* gives two of these fields the same name"):
         split(config(files, {"path": "a", "transforms": ({"rename": {"id": "answer"}},)}))
 
 

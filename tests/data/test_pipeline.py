@@ -199,7 +199,7 @@ def test_a_bad_line_is_named_through_the_pipeline(tokenizer, tmp_path):
 
 def test_the_real_gsm8k(tokenizer):
     if not GSM8K.exists():
-        pytest.skip("GSM8K is not at hand")
+        pytest.skip("GSM8K is not on this machine")
     config = DataConfig(path=str(GSM8K))
     s = PromptStream.from_config(config, tokenizer, prompts_per_step=16, max_prompt_length=256)
     batch = next(s)

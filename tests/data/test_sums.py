@@ -43,7 +43,7 @@ def test_answers_are_right_and_questions_hold_the_values(split):
         assert found.answer == str(OPERATORS[o](int(a), int(b))) and found.answer.isdigit(), found
         assert set(re.findall(r"\d+", found.question)) == {a, b}, found
         seen.add((o, found.question[0].isdigit() or found.question.startswith(("What", "How"))))
-    assert len(seen) == 6, "every operation is asked for bare and as a story"
+    assert len(seen) == 6, "each operation appears as a plain sum and as a story"
 
 
 def test_held_out_sums_share_no_expression_with_training():

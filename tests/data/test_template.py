@@ -42,7 +42,7 @@ def test_gsm8k_answer_missing():
 def test_every_answer_of_the_real_gsm8k_is_a_number():
     path = pathlib.Path(__file__).parents[2] / ".." / "shared" / "data" / "gsm8k_test.jsonl"
     if not path.exists():
-        pytest.skip("GSM8K is not at hand")
+        pytest.skip("GSM8K is not on this machine")
     with path.open() as lines:
         answers = [template.gsm8k_answer(json.loads(line)["answer"]) for line in lines]
     assert len(answers) > 1000

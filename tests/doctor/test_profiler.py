@@ -83,4 +83,4 @@ def test_a_profile_holds_what_ran(tmp_path):
     profiler.after(1)
     (found,) = (tmp_path / "profile" / "trainer_0").rglob("*.xplane.pb")
     assert b"jit_" in found.read_bytes()
-    assert b"step_num" in found.read_bytes(), "XProf tells no times per step without it"
+    assert b"step_num" in found.read_bytes(), "without step_num, XProf shows no times per step"

@@ -77,9 +77,9 @@ def test_a_critic_and_a_reward_model_on_meshes_of_their_own(alone):
     for step, record in enumerate(records, start=1):
         total = sum(record[f"reward/{name}"] for name in fns) + 0.5 * record["reward/reward_model"]
         assert record["reward/mean"] == pytest.approx(total, abs=1e-6) and record["reward/reward_model"] != 0.0
-        assert record["critic/value"] != 0.0, "the head comes with the model"
+        assert record["critic/value"] != 0.0, "the critic's head is loaded with its model"
         assert ("actor/pg_loss" in record) == (step > 1), "the first step trains the critic alone"
-        assert all(math.isfinite(record[name]) for name in MEASURES), "and measures the sampler all the same"
+        assert all(math.isfinite(record[name]) for name in MEASURES), "the first step measures the sampler, too"
         assert record["sampler/abs_diff"] < 1e-4 and record["sampler/pearson"] > 0.999
     samples = [json.loads(line) for line in (alone.workdir / "samples.jsonl").read_text().splitlines()]
     assert len({sample["reward_model"] for sample in samples}) > 1

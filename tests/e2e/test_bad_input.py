@@ -25,8 +25,8 @@ def write_jsonl(path: pathlib.Path, records) -> pathlib.Path:
 
 
 def test_a_few_records_some_of_them_too_long_train_without_them_and_without_an_evaluation(tmp_path):
-    """All six questions are trained on, because eval_fraction is 0; each skip of the question that is too long is
-    counted."""
+    """No question is held out, because eval_fraction is 0. Five questions are trained on; the sixth is too long, and
+    each skip of it is counted."""
     long = {"question": "Tom counts his apples. " * 30 + "How many?", "answer": "3"}
     data = write_jsonl(tmp_path / "data.jsonl", [*QUESTIONS[:3], long, *QUESTIONS[3:5]])
     args = [f"--config.data.path={data}", "--config.data.system_prompt=", "--config.rollout.max_prompt_length=64"]
@@ -35,7 +35,9 @@ def test_a_few_records_some_of_them_too_long_train_without_them_and_without_an_e
     assert "no evaluation" in done.stderr and "data.eval_fraction" in done.stderr and "Traceback" not in done.stderr
     assert "skipped" in done.stderr and "longer than 64 tokens" in done.stderr
     skipped = [record["data/skipped_prompts"] for record in done.records()]
-    assert len(skipped) == 3 and skipped == sorted(skipped) and skipped[-1] >= 2, "12 prompts are two rounds of 6"
+    assert len(skipped) == 3 and skipped == sorted(skipped) and skipped[-1] >= 2, (
+        "12 prompts take at least two passes over 6 records, one of which is too long"
+    )
 
 
 @pytest.mark.nightly("podrl/job/alike.py")

@@ -117,7 +117,7 @@ def test_damage_that_one_of_several_trainers_meets_sends_all_of_them_to_the_chec
     whole = pathlib.Path(shutil.copytree(workdir, tmp_path / "whole"))
     (workdir / "summary.json").unlink()
     own = [path for path in (workdir / "checkpoints/2/state/ocdbt.process_1").rglob("*") if path.parent.name == "d"]
-    assert own, "the parts of the second trainer lie in files of their own"
+    assert own, "the second trainer must have written its shards to files of its own"
     for file in own:
         os.truncate(file, 0)
     resumed = run(workdir, *small)

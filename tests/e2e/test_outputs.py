@@ -57,7 +57,7 @@ def test_spans_tell_what_every_step_did(done):
 def test_config_json_is_the_whole_configuration(done):
     config = json.loads((done.workdir / "config.json").read_text())
     assert config["grpo"]["num_generations"] == 4 and config["trainer"]["max_steps"] == 6
-    assert config["rollout"]["max_prompt_length"] > 0, "the length found in the data, not 0"
+    assert config["rollout"]["max_prompt_length"] > 0, "config.json must have the length found in the data, not 0"
     assert {"model", "data", "reward", "roles", "eval", "checkpoint", "log", "seed"} <= set(config)
 
 

@@ -39,7 +39,7 @@ def test_calling_is_learned(done):
     assert before < 0.02 and after > 0.6
     scored = {name for record in records for name in record if name.startswith(("eval/", "accuracy/"))}
     assert {"eval/greedy_answer", "accuracy/answer"} <= scored
-    assert not any(name.endswith("format") for name in scored), "sums have none"
+    assert not any(name.endswith("format") for name in scored), "sums have no format to score"
 
 
 def test_calls_are_in_the_timeline(done):
@@ -64,7 +64,7 @@ def test_calls_are_answered_by_the_calculator(done):
         assert all(turn["versions"][0] >= 0 for turn in sample["turns"] if turn["by"] == "model")
 
 
-# The run of the fixture `done`, only four steps, and with the calculator over MCP.
+# The job of the fixture `done`, but with four steps and with the calculator over MCP.
 OVER_MCP = ("--config=grpo_tools.py:mcp", *SHORT, "--config.trainer.max_steps=4", "--config.eval.problems=1")
 
 OVER_HTTP = pytest.mark.nightly("podrl/environments/servers.py", "podrl/environments/mcp_worker.py")

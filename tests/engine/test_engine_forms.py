@@ -73,7 +73,7 @@ def test_more_layers_than_are_unrolled(tiny_on, check, prompts_of):
     tiny = tiny_on("data=1", 1, model)
     worker = tiny.worker(CONFIG, warm=False)
     engine = worker._get_engine(tiny.params)
-    assert not engine.unrolled and engine.prepare(tiny.params) is tiny.params, "the weights are held once"
+    assert not engine.unrolled and engine.prepare(tiny.params) is tiny.params, "prepare() must not copy the weights"
     generate(tiny, check, prompts_of)
 
 

@@ -255,11 +255,13 @@ def test_urgent_samples_do_not_wait_for_those_whose_prompts_were_prefilled_ahead
     for _ in range(3):
         device.step()
     ahead = sum(len(shard.assigned) for shard in scheduler._shards)
-    assert 4 <= ahead < 20 if calls else not ahead, "of 44: twice a call, and a piece"
+    assert 4 <= ahead < 20 if calls else not ahead, (
+        "with `calls`, between 4 and 19 of the 44 waiting samples are prefilled ahead; without `calls`, none is"
+    )
     scheduler.add(48, 9, [(48 + i, 64, None) for i in range(4)], urgent=True)
     while 48 not in device.order:
         device.step()
-    assert device.order.index(48) == 4, "after those that have lanes"
+    assert device.order.index(48) == 4, "the urgent sample begins after the 4 samples that have lanes"
 
 
 def test_a_prompt_is_not_prefilled_ahead_where_pages_are_short():

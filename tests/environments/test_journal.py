@@ -161,7 +161,7 @@ def test_hosts_wait_for_the_leaders_disk_but_not_for_each_other(pods, files, mon
     served, sync, taken = threading.Event(), os.fsync, []
 
     def fsync(file):
-        assert served.wait(PATIENCE_S), "the leader serves nothing while it waits for the disk"
+        assert served.wait(PATIENCE_S), "the leader served no request while it waited for the disk"
         sync(file)
         taken.append(file)
 

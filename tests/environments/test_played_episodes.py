@@ -70,7 +70,9 @@ def play(episodes, turns, task=TASK, number=0):
                 return says, message
             says.append(message)
             episodes.turn(number, answer(message))
-    raise AssertionError(f"no end after {says}; waiting: {episodes.waiting()}")
+    raise AssertionError(
+        f"the episode did not end after the observations {says}; calls that still wait: {episodes.waiting()}"
+    )
 
 
 def outputs(says):
@@ -515,7 +517,7 @@ def test_what_a_tool_detached_ends_with_the_job(how, tmp_path):
     assert code == (-signal.SIGKILL if how == "killed" else 0)
     deadline = time.monotonic() + 300
     while set(processes()) - before:
-        assert time.monotonic() < deadline, "a process is left"
+        assert time.monotonic() < deadline, f"these processes still run: {set(processes()) - before}"
         time.sleep(0.02)
 
 

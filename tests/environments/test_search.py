@@ -24,7 +24,9 @@ def test_scores_are_bm25s():
     (first, second) = index.best("Apple", 10)
     assert second == (pytest.approx(0.470004 * 1.062069, abs=1e-5), index.documents[0])
     assert first == (pytest.approx(0.470004 * 1.272727, abs=1e-5), index.documents[1])
-    assert [one.text for _, one in index.best("apple sky", 1)] == ["blue sky"], "the rarer word counts more"
+    assert [one.text for _, one in index.best("apple sky", 1)] == ["blue sky"], (
+        "'sky' is rarer than 'apple', so it counts more"
+    )
     assert [one.text for _, one in index.best("apple apple red", 1)] == ["red apple"]
     assert index.best("pear", 10) == [] and index.best("", 10) == []
 

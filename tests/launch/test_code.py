@@ -179,7 +179,7 @@ def test_directories_that_are_no_code_are_refused(project, tmp_path, monkeypatch
     with pytest.raises(ValueError, match="must be a directory"):
         submission.read_code(project / "run.py")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="has no file to take along"):
+    with pytest.raises(ValueError, match="has no file to send"):
         submission.read_code(tmp_path / "empty")
     os.mkfifo(project / "pipe")
     with pytest.raises(ValueError, match="pipe is neither a file"):
@@ -249,7 +249,7 @@ def test_relative_paths_outside_the_code_are_refused(project, extra, message, tm
         return
     with pytest.raises(ValueError, match=message):
         submission.check_job("grpo_gemma.py", extra, {}, code=code)
-    with pytest.raises(ValueError, match=r"is a path on this machine, which the hosts do not see: take code"):
+    with pytest.raises(ValueError, match=r"is a path on this machine, which the hosts do not see: send code"):
         submission.check_job("grpo_gemma.py", extra, {})  # without --code no relative path is taken
 
 

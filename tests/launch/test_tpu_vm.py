@@ -470,7 +470,7 @@ def test_code_goes_along_only_to_the_bucket_of_the_run(pod, tmp_path):
     (tmp_path / "mine" / "r.py").touch()
     code = f"--code={tmp_path / 'mine'}"
     local = run("t", "z", code, "--", config, "--workdir=run", ok=False)
-    assert "goes to the bucket of the run, and --workdir=run is in none" in local.stderr
+    assert "goes to the bucket of the run, and --workdir=run is in no bucket" in local.stderr
     absent = run("t", "z", "--code=/nowhere", "--", config, ok=False)
     assert "--code=/nowhere must be a directory" in absent.stderr
     joins = run("t", "z", code, "--join=u", ok=False)
@@ -494,7 +494,7 @@ def test_code_goes_along_only_to_the_bucket_of_the_run(pod, tmp_path):
         (["t", "z", "--max_restarts=many", "--", "--x"], "must be a number"),
         (["t", "z", "--join=u", "--", "--x"], "--join=u takes podrl's flags from the job there"),
         (["t", "z", "--join=t", "--dry_run"], "--join=t is this TPU itself"),
-        (["t", "z", "--", "--config=grpo_real.py:qwen3_06b_v6e8"], "model.path is empty: say which model"),
+        (["t", "z", "--", "--config=grpo_real.py:qwen3_06b_v6e8"], "model.path is empty: name the model"),
     ],
 )
 def test_refuses_by_name(words, message):

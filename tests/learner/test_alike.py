@@ -107,7 +107,7 @@ def test_a_resumed_run_names_files_that_changed_since_its_last_start(files):
     changed = lambda: alike.changed_since(alike.facts(job), str(run), run)  # noqa: E731
     assert changed() == ""
     _add("# repaired\n")(files / "rewards.py")
-    assert changed() == "", "no step was made"
+    assert changed() == "", "the run trained no step before the file changed"
     (run / "metrics.jsonl").write_text('{"step": 1, "time/step": 1.0}\n')
     assert changed() == ""
     _add("# another\n")(files / "rewards.py")

@@ -41,7 +41,7 @@ def planned(name, critic=None, dry=False, pod=None, **changes):
     values["model"] |= {"reference": "teacher" if name == "opd" else ""}
     for group, fields in changes.items():
         values[group] = values.get(group, {}) | fields
-    found = parse(ConfigDict(complete(values)).to_dict())  # as the launcher parses it
+    found = parse(ConfigDict(complete(values)).to_dict())  # the launcher parses settings in this way
     trainer, rollout = make_mesh("fsdp=4", jax.devices()[:4]), make_mesh("data=4", jax.devices()[4:8])
     console = describe_console()
     on = placement.Meshes(trainer, rollout, critic or trainer, rollout)
@@ -339,13 +339,19 @@ def test_the_copies_of_the_weights_are_counted():
     assert all("trainer device keeps" not in planned("grpo", dry=True, pod=pod)[1] for pod in (None, shared))
     found, text = planned("grpo", dry=True, pod=split, grpo={"max_staleness": 2})
     held, one = copies(found, trainer, rollout), 4 * parameter_count(model_of(found))
-    assert (held.versions, held.generating, held.policy_bytes) == (4, 2, one), "few layers are held one by one, too"
-    assert one / 4 <= held.version_bytes < 0.27 * one, "spread over the trainer's devices, but for the norms"
+    assert (held.versions, held.generating, held.policy_bytes) == (4, 2, one), (
+        "the engine unrolls few layers, so a rollout device holds a second copy of the weights"
+    )
+    assert one / 4 <= held.version_bytes < 0.27 * one, (
+        "a version is sharded over the trainer's four devices, except for the norms"
+    )
     twice = f"{one / 2**20:.1f} MiB twice, {2 * one / 2**20:.1f} MiB in all."
     assert f"Weights of a rollout device while it generates: {twice}" in text
     assert "A trainer device keeps for other hosts up to 4 versions of" in " ".join(text.split())
     found, text = planned("grpo", dry=True, roles={"eval": {"hosts": "3"}})
-    assert copies(found, trainer, rollout).versions == 3, "one more, that evaluation hosts pull when they can"
+    assert copies(found, trainer, rollout).versions == 3, (
+        "evaluation hosts need one more version, which they pull later"
+    )
     assert re.search(r"eval +│ +as a rollout host .* hosts 3 │ +evaluation and nothing else", text)
     assert re.search(r"rollout: batched decoding +│", text)
     with pytest.raises(ValueError, match=r"roles\.eval\.hosts='3' .* eval\.problems=0"):

@@ -100,7 +100,9 @@ def test_a_teacher_of_another_architecture_is_scored_by_its_own_and_draws_the_po
     assert metrics["opd/reverse_kl"] == pytest.approx(-advantage_BT.sum() / rollouts.mask_BT.sum(), rel=1e-4)
     assert moved(bench.start.params, jax.device_get(cluster.state.params))
     gained_BT = cluster.get_actor_per_token_logps(*where) - before_BT
-    assert (gained_BT * advantage_BT).sum() > 0, "tokens that the teacher finds likelier become likelier"
+    assert (gained_BT * advantage_BT).sum() > 0, (
+        "tokens to which the teacher gives more probability must gain probability"
+    )
 
 
 @pytest.mark.parametrize(("teacher_kl", "mode"), [("full", "sequence-mean-token-mean"), ("top_k", "token-sum-scale")])
@@ -178,7 +180,7 @@ def test_a_teacher_is_asked_for_and_is_no_reference_beside():
         with pytest.raises(ValueError, match=r"teacher_coef=1 distills .* --config.model.reference=DIR"):
             parsed("opd", {}, model=where)
     cases = {
-        "takes model.reference for the teacher, to which grpo.beta=0.04 would": {"teacher_coef": 1.0, "beta": 0.04},
+        "takes model.reference as the teacher, and grpo.beta=0.04 would": {"teacher_coef": 1.0, "beta": 0.04},
         "grpo.reward_coef=0, grpo.teacher_coef=0 and .* leave nothing to learn from": {"reward_coef": 0.0},
         "grpo.teacher_kl='full' needs a teacher, and grpo.teacher_coef=0 means there is none": {"teacher_kl": "full"},
         "gives no sample an advantage": {"num_generations": 1, "teacher_coef": 1.0, "beta": 0.0},

@@ -396,7 +396,7 @@ def train_through(
 @pytest.mark.parametrize("staleness", [0, 1, 2, 3])
 def test_ten_kills_in_thirty_steps_lose_no_prompt_and_change_no_version(staleness):
     seen, given, _ = train_through(staleness, seed=staleness, kills=10)
-    assert given.reassigned >= 5, "kills that struck nobody show nothing"
+    assert given.reassigned >= 5, "at least 5 kills must have lost prompts of a host, or the test shows nothing"
     _is_whole(seen, staleness)
 
 
@@ -463,7 +463,7 @@ def test_what_a_curriculum_chooses_depends_on_no_host(staleness):
     assert [experience.data_state for experience in seen] == [experience.data_state for experience in undisturbed]
     assert sizes == same
     drawn = [json.loads(experience.data_state)["curriculum"]["ids"][-P:] for experience in seen]
-    assert len({number for ids in drawn for number in ids}) < len(seen) * P, "some come again"
+    assert len({number for ids in drawn for number in ids}) < len(seen) * P, "some records must be drawn more than once"
 
 
 @pytest.mark.parametrize("hosts", [1, 2, 3, 7])
@@ -580,7 +580,7 @@ def test_a_host_that_is_asked_to_stop_leaves_unless_it_is_the_last_or_the_job_st
         assert leader.await_leases(name) == [Lease(name, 0, 1, 2), Lease(name, 1, 2, 2)]
         assert not second.leave() and leader.hosts == 1
         pods[0].on_lost(2)
-        assert first.leave(), "what it was told once holds, though no host is left now"
+        assert first.leave(), "the permission to leave still holds, though no other host is left now"
         pods[1].channel.close()  # the leader has released this host, so its end is not a loss
         assert pods[0].is_lost(1) and not pods[0]._lost_processes
 

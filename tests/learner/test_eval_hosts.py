@@ -37,7 +37,7 @@ class GoneError(Exception):
 
 
 class Member:
-    """An evaluation host on a thread of this process; it pauses within a share until the event `held` is set."""
+    """An evaluation host on a thread of this process; it pauses within a share while the event `held` is clear."""
 
     def __init__(self, pod, *, fails: str = "", stops: bool = False):
         self.pod, self._fails, self.held, self.begun = pod, fails, threading.Event(), threading.Event()
@@ -86,11 +86,11 @@ def test_evaluations_are_made_by_their_own_hosts_and_joined_in_order():
         members = [Member(pod) for pod in pods[2:]]
         for step in (0, 4):
             leader.begin_evaluation(Policy({}, step), step)
-            assert not leader.unsaved(), "they go on whatever happens to a batch"
+            assert not leader.unsaved(), "the evaluation has not failed, so checkpoints can be saved"
             made = leader.evaluated(wait=True)
             assert made is not None and leader.evaluated(wait=True) is None
             assert made[0] == step and made[1]["eval/x"] == 10.0 * step + 0.5 and made[2] == [{"share": 0}]
-        assert held == [0, 4], "trainers hold the version until the next evaluation begins"
+        assert held == [0, 4], "each evaluation holds the version that it scores"
         assert sorted(members[0].made + members[1].made) == [(0, 0), (0, 1), (4, 0), (4, 1)]
         leader._at = 6
         leader.close()
@@ -124,7 +124,7 @@ def test_a_share_that_fails_is_raised_where_it_is_waited_for():
         assert leader.evaluated(wait=False) is None
         with pytest.raises(BatchError, match="no verdict"):
             leader.evaluated(wait=True)
-        assert leader.unsaved(), "a run that goes on from before it owes it"
+        assert leader.unsaved(), "a run that resumes must repeat the failed evaluation"
         leader.close()
 
 
@@ -135,7 +135,7 @@ def test_without_a_host_the_wait_ends_with_a_word():
         for pod in pods[2:]:
             pod.channel.close()
         until(lambda: all(pods[0].is_lost(host) for host in HOSTS.eval))
-        assert pods[0].describe_waits() == "", "nobody waits for it yet"
+        assert pods[0].describe_waits() == "", "the trainer does not wait for the evaluation yet"
         collects: Any = leader._evaluations._work
         with pytest.raises(LateError, match=r"trainer 0 waited 0 s for an evaluation host: none of roles\.eval\.hosts"):
             leader.evaluated(wait=True)
@@ -163,7 +163,9 @@ def test_a_host_that_is_asked_to_stop_leaves_and_the_last_one_stops_the_job(monk
         until(leader._barrier.ending)
         leader.begin_evaluation(Policy({}, 4), 4)
         made = leader.evaluated(wait=True)
-        assert made is not None and sorted(last.made) == [(4, 0), (4, 1)], "it stays until the job has ended"
+        assert made is not None and sorted(last.made) == [(4, 0), (4, 1)], (
+            "the last evaluation host stays until the job has ended"
+        )
         leader.close()
         last.thread.join(DEADLINE_S)
         assert last.ended == [0] and left == [(2, 75)]
@@ -181,7 +183,9 @@ def test_a_process_that_is_in_the_place_of_one_that_is_gone_is_the_one_that_is_a
         shares.open_shares("evaluation/3", 2, 3)
         assert not asked[0].done() and asked[1].result().value == {"step": 3, "share": 0, "shares": 2}
         again = shares._on_request(channel.Message({"process": 2, "address": pods[2].channel.address}))
-        assert again.result().value["share"] == 0, "it asked twice, and has not heard the answer"
+        assert again.result().value["share"] == 0, (
+            "a repeated request gets the same share, because the host has not received the answer"
+        )
 
 
 def test_a_host_that_may_leave_may_leave_though_the_others_are_lost_before_it_hears_so():

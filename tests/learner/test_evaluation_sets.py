@@ -145,8 +145,10 @@ def test_groups_of_a_step_have_rewards_of_their_own():
         "group/hard/reward/length": 9.0,
     }
     assert [record.get("group") for record in report.samples(made)] == ["easy", None, "hard"]
-    assert [record.get("truth", "none") for record in report.samples(made)] == ["1", "none", 0], "0 is a reference"
-    assert report.describe(made)["reward/zero/length"] == 1 / 6, "of the samples that have a reward"
+    assert [record.get("truth", "none") for record in report.samples(made)] == ["1", "none", 0], (
+        "the reference 0 is written, too"
+    )
+    assert report.describe(made)["reward/zero/length"] == 1 / 6, "the mean is over the samples that have a reward"
     plain = SampleReport(GRPOConfig(num_generations=2), **told)
     assert not any(name.startswith("group/") for name in plain.describe(made))
 
@@ -173,7 +175,9 @@ def test_sets_are_opened_as_sources_are(tmp_path):
     sums = {"name": "sums", "path": "sums", "temperature": 0.5, "max_tokens_to_generate": 7, "reward": ("length",)}
     job = planned((mine, sums), trainer={"max_steps": 8, "eval_every_n_steps": 2})
     assert job.reward.named == ("length",)
-    assert planned((sums,), reward={"named": ("number",)}).reward.named == ("length", "number"), "both are kept"
+    assert planned((sums,), reward={"named": ("number",)}).reward.named == ("length", "number"), (
+        "functions named by the set and by reward.named are both kept"
+    )
     cluster = Drawing(["x"] * 99, Tokenizer(TINY))
     evaluate = make_evaluator(cluster, job)  # pyright: ignore[reportArgumentType]
     assert evaluate is not None

@@ -106,7 +106,9 @@ def test_the_shares_of_two_hosts_make_one_batch():
     codec.fill_prompts(whole, 4 + chosen)
     tokens_BT = whole.rollouts.tokens_BT
     np.testing.assert_array_equal(tokens_BT[[4, 6], :3], tokens_BT[[5, 7], :3])
-    assert (tokens_BT[[4, 6], 3:] == PAD).all() and (tokens_BT[:4] == PAD).all(), "of groups that are here in part"
+    assert (tokens_BT[[4, 6], 3:] == PAD).all() and (tokens_BT[:4] == PAD).all(), (
+        "prompts are filled in for the groups of the chosen rows only"
+    )
     told = codec.with_texts(whole, [codec.texts(share) for share in shares])
     assert told.rollouts.completions == ["x", "y", "z", ""] * 2 and told.rollouts.prompts.text == ["a é", "b"] * 2
     assert told.data_state == b'{"next": 6}'

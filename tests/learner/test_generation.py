@@ -220,7 +220,9 @@ def test_by_the_wall_clock_a_group_has_a_signal_once_its_rewards_are_known():
     assert [generator.signal(group) for group in groups] == [False, True, False]
     found = generator.gather(groups[1:2], 7, 0.0)
     np.testing.assert_array_equal(found.reward_B, [0, 2])
-    assert not any(name.startswith("dynamic_sampling/") for name in found.counts), "the clock counts"
+    assert not any(name.startswith("dynamic_sampling/") for name in found.counts), (
+        "the clock counts replaced groups, not gather()"
+    )
     failing = generator.begin(take_prompts(prompts(1), np.array([0])), 7)
     generator.play([(failing, None)], Policy({}, 7), halt=lambda: False)
     grader.release(RewardError("no reward"))

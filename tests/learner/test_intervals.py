@@ -109,7 +109,7 @@ def test_the_change_of_a_run_is_paired_by_record(tmp_path, capsys):
     summary.keep_evaluation(tmp_path, 8, {"eval/greedy_answer": [float(one) for one in texts[8]]})
     kept = tmp_path / "evaluations" / "8.json"
     kept.write_text(kept.read_text().replace("1.0", "0.0", 1))
-    assert summary.write_summary(tmp_path, {})["change"] == {}, "a damaged digit is noticed"
+    assert summary.write_summary(tmp_path, {})["change"] == {}, "an evaluation whose file is damaged is not compared"
     kept.write_text("{")
     assert summary.write_summary(tmp_path, {})["change"] == {}
 

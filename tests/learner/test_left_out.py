@@ -150,7 +150,7 @@ def test_what_leaves_the_loss_is_counted(which):
         left = {name: value for name, value in metrics.items() if name.startswith("loss/left_out/")}
         drawn = metrics.get("dynamic_sampling/groups_drawn", 6.0) * config.num_generations
         assert metrics["loss/samples"] + sum(left.values()) == drawn
-        assert all(left.values()), "reasons without a sample are absent"
+        assert all(left.values()), "a reason that left out no sample has no metric"
         if config.advantage_alone and not getattr(config, "critic_warmup", 0):
             assert metrics["loss/samples"] == (weight_BT != 0).any(axis=1).sum()
         elif not getattr(config, "critic_warmup", 0):

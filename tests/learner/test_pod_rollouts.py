@@ -93,6 +93,6 @@ def test_a_trainer_host_that_is_behind_still_gets_its_rows(pods):
         np.testing.assert_array_equal(other.logprob_BT, np.where(np.arange(4)[:, None] == 2, logprob_BT, 0))
     first.publish(STEPS + 1)
     rollouts.publish(STEPS + 1)
-    assert not rollouts._batches, "what all have taken is dropped"
+    assert not rollouts._batches, "a batch that all trainers have taken is dropped"
     for end in (first, second, rollouts):
         end.close()

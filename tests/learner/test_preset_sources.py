@@ -153,7 +153,7 @@ def test_a_preset_has_the_defaults_of_the_system_it_names(name):
         if all(isinstance(x, int | float) and not isinstance(x, bool) for x in (value, expected)):
             assert math.isclose(value, expected), (name, theirs)
     date = version.split(", ")[1]
-    assert date in PRESETS[name].source, "the table of presets says as of when"
+    assert date in PRESETS[name].source, "the source of a preset names the date of the version"
 
 
 @pytest.mark.parametrize("name", SOURCES)

@@ -324,7 +324,7 @@ def test_a_field_name_that_no_record_has_is_never_passed_over(tmp_path, capsys, 
     assert "answer=None" not in caplog.text and "prompts=None" not in caplog.text
     said = " ".join(capsys.readouterr().out.split())
     assert "The records' own field 'answer' is not given" in said
-    assert "field 'prompt' is not given" not in said, "reward functions get it"
+    assert "field 'prompt' is not given" not in said, "reward functions get the field 'prompt'"
 
 
 def test_fields_that_only_evaluations_have_are_accepted(tmp_path, caplog):
@@ -368,7 +368,7 @@ FILES = {
     ),
     "a tool's limit": (
         {"env": {"tools": ("calculator",), "max_calls_per_tool": {"calculater": 1}}},
-        r"env\.max_calls_per_tool names calculater, and the tools are calculator",
+        r"env\.max_calls_per_tool names calculater, but the tools are calculator",
     ),
     "a server": ({"env": {"mcp": ("no-server -x",)}}, r"env\.mcp: no-server -x .*no command 'no-server'"),
     "a reward": ({"reward": {"fns": ("no.py:f",)}}, r"reward\.fns='no\.py:f': the file .*no\.py does not exist"),
@@ -476,7 +476,9 @@ def test_sources_with_answers_are_evaluated_and_all_of_the_others_is_trained_on(
         r"held out from with only.*trained on, because .*without\.jsonl line 1 lacks 'answer'", caplog.text
     )
     data, _ = evaluation.evaluation_data(made)
-    assert data is not None and not evaluation.unmeasured(made, data), "its completions are compared with answers"
+    assert data is not None and not evaluation.unmeasured(made, data), (
+        "the held-out completions are compared with answers"
+    )
 
 
 def test_an_evaluation_file_with_answers_is_measured_whatever_training_records_have(tmp_path):
@@ -528,7 +530,7 @@ def test_a_dry_run_renders_all_of_a_file(tmp_path, algorithm, caplog, capsys):
     with caplog.at_level("INFO"):
         made = values(algorithm, data=records(tmp_path, *[good] * 1001, bad, good), eval={"problems": 0})
         refused(made, r"d\.jsonl line 1002: .*(tool|call)", capsys)
-    assert "1000 of 1003 records are checked." in caplog.text
+    assert "1000 of 1003 records were checked." in caplog.text
 
 
 def test_the_start_of_a_run_makes_the_same_checks(tmp_path, model):

@@ -45,7 +45,7 @@ def test_a_host_that_enters_during_an_evaluation_takes_part_in_it():
     assert sent == []
     recorder.evaluate(Policy({}, 4), 4)
     assert [[span["name"] for span in spans] for spans in sent] == [["evaluation"]], (
-        "no step follows that would send it"
+        "the span of the last evaluation is sent at once, because no step follows"
     )
     assert noted == [set(), {0}] and recorder._evaluated == {0, 4}
 

@@ -107,7 +107,9 @@ def test_the_policys_likeliest_ids_are_scored_behind_the_hint_by_each_copy_of_it
     their_XV = hinted(theirs[teacher](), cluster, rollouts, HINTS)[at_BT]
     np.testing.assert_allclose(found_XK, np.take_along_axis(their_XV, id_XK, axis=1), atol=1e-5)
     if teacher == "current":
-        assert np.abs(found_XK - np.take_along_axis(own_XV, id_XK, axis=1)).max() > 0.1, "the hint changes something"
+        assert np.abs(found_XK - np.take_along_axis(own_XV, id_XK, axis=1)).max() > 0.1, (
+            "the hint must change the log-probabilities"
+        )
 
 
 @pytest.mark.parametrize("hints", ["own prompts", "none"])
@@ -125,7 +127,9 @@ def test_behind_the_policys_own_prompt_it_is_the_divergence_without_a_hint(bench
     np.testing.assert_array_equal(np.asarray(batch.rows.id_BTK)[at_ABT], id_ABTK[at_ABT])
     np.testing.assert_array_equal(np.asarray(batch.rows.teacher_logprob_BTK)[at_ABT], theirs_ABTK[at_ABT])
     taught = np.asarray(batch.rows.weight_BT)[at_ABT]
-    assert (taught == (1.0 if hints == "own prompts" else 0.0)).all(), "a copy after the same prompt teaches nothing"
+    assert (taught == (1.0 if hints == "own prompts" else 0.0)).all(), (
+        "without a hint the policy's copy has nothing to teach, so the weight is 0"
+    )
     algorithm.update(0, [batch])
 
 

@@ -19,7 +19,7 @@ from podrl.types import NO_EPISODE, STOP_EOS, STOP_LENGTH, Experience, Prompts, 
 
 
 def rollouts(lengths, stops, limit=8, prompt=2):
-    """Makes samples of `lengths` tokens after a prompt of two."""
+    """Makes samples of `lengths` tokens, each after a prompt of `prompt` tokens."""
     B, T = len(lengths), prompt + limit
     place_BT = np.tile(np.arange(T), (B, 1))
     mask_BT = ((place_BT >= prompt) & (place_BT < prompt + np.asarray(lengths)[:, None])).astype(np.float32)

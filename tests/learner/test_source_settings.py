@@ -23,7 +23,7 @@ from podrl.trainer import packing
 from podrl.trainer.objective import TokenLoss
 from podrl.types import NO_EPISODE, STOP_EOS, Experience, Prompts, Rollouts, blank_columns
 
-SAME = 2e-6 if np.dtype(np.float32).itemsize == 4 else 1e-12  # tests/trainer/in_float64.py makes it float64
+SAME = 2e-6 if np.dtype(np.float32).itemsize == 4 else 1e-12  # tests/trainer/in_float64.py changes np.float32
 G, PROMPT, T = 2, 3, 12
 NAMES = ("math", "chat", "tools", "math", "plain")
 P, B = len(NAMES), G * len(NAMES)
@@ -269,7 +269,7 @@ def test_every_host_that_trains_knows_the_sources_of_prompts():
         ({"policy_loss_fn": "no"}, {}, r"'chat' \(data.sources: grpo\): grpo.policy_loss_fn='no' is not a policy loss"),
         ({"advantage_estimator": "remax"}, {}, r"greedy samples are drawn for all prompts or for none"),
         ({"reward_coef": 0.0}, {}, r"leave nothing to learn from"),
-        ({"teacher_coef": 1.0}, {"beta": 0.1}, r"takes model.reference for the teacher, to which grpo.beta=0.1"),
+        ({"teacher_coef": 1.0}, {"beta": 0.1}, r"takes model.reference as the teacher, and grpo.beta=0.1"),
         ({"reward_coef": 0.0, "teacher_coef": 1.0}, {"dynamic_sampling": True}, r"set grpo.dynamic_sampling=False"),
         ({"policy_loss_fn": "gmpo"}, {}, r"must be 'sequence-mean-token-mean' for gmpo"),
     ],
@@ -288,7 +288,7 @@ def test_the_dry_run_tells_what_differs_for_samples_of_a_source():
     ]
     untaught = {"teacher_coef": 0.5, "reward_coef": 0.0}
     nothing = config(sources={"chat": untaught}, reward_coef=0.0, beta=0.0, observation_coef=0.1)
-    assert "group" not in nothing.formula(8), "no advantage enters the loss"
+    assert "group" not in nothing.formula(8), "the formula names no advantage, because none enters the loss"
     plain = {"chat": {"policy_loss_fn": "gpg"}}
     assert any("has no ratio" in warning for warning in config(sources=plain).warnings(1))
 
@@ -308,7 +308,7 @@ def test_a_job_takes_the_settings_from_its_sources_and_asks_for_what_they_need()
     for message, (name, own) in cases.items():
         with pytest.raises(ValueError, match=message):
             parsed(name, {"beta": 0.0}, data={"sources": ({"path": "problems"}, {"path": "sums", "grpo": own})})
-    with pytest.raises(ValueError, match=r"say 'grpo' in data\.sources"):
+    with pytest.raises(ValueError, match=r"set 'grpo' in the entries of data\.sources"):
         parsed("grpo", {"sources": {"sums": {"reward_coef": 2.0}}})
     with pytest.raises(ValueError, match=r"told apart by the field `dataset` of prompts, and these have none"):
         whole = mixture()

@@ -126,7 +126,9 @@ def test_the_sampled_steps_are_those_of_samples_jsonl(tmp_path, settings, steps)
 def test_a_resumed_run_records_each_step_once(tmp_path):
     recorded(tmp_path, range(1, 6), trace="all")
     recorded(tmp_path, [4], start=4, seed=1, trace="all")
-    assert trace.traced_steps(tmp_path) == [1, 2, 3, 4], "step 5 was never reached again"
+    assert trace.traced_steps(tmp_path) == [1, 2, 3, 4], (
+        "step 5 is not in the trace, because the resumed run did not reach it"
+    )
     again = _experience(1).rollouts
     keep_BT = np.arange(8) < again.length_B[:, None]
     np.testing.assert_array_equal(trace.read_step(tmp_path, 4).tokens["logprob"], again.logprob_BT[keep_BT])
@@ -264,7 +266,9 @@ def test_calls_of_tools_are_bounded_and_the_longest_stay():
     taken = found.take(2)
     calls = [span for span in taken if span["lane"] == spans.TOOLS]
     assert len(calls) == spans.CALLS and {(span["host"], span["step"]) for span in calls} == {("rollout 1", 3)}
-    assert sorted(round(1000 * span["s"]) for span in calls) == list(range(50, 250)), "the shortest are left out"
+    assert sorted(round(1000 * span["s"]) for span in calls) == list(range(50, 250)), (
+        "only the shortest calls are left out"
+    )
     assert [span["failed"] for span in calls if "failed" in span] == ["deadline"]
     assert sum(span.get("left_out", 0) for span in calls) == 50 and taken[0]["name"] == "update"
     assert found.take(3) == []

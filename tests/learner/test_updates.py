@@ -172,7 +172,9 @@ def test_weights_of_tokens_are_told_and_change_no_bit(name, bench):
     clipped_BT = share_BT > 0
     assert clipped_BT.any() and (share_BT[clipped_BT] == 0.5).all()
     np.testing.assert_allclose(weight_BT[clipped_BT], advantage_BT[clipped_BT] / 2, rtol=1e-4)
-    assert (weight_BT * np.sign(advantage_BT) >= np.abs(advantage_BT) / 2 - 1e-6).all(), "A (1 + r) / 2 where it is not"
+    assert (weight_BT * np.sign(advantage_BT) >= np.abs(advantage_BT) / 2 - 1e-6).all(), (
+        "the weight is at least A / 2 in size on every token, clipped or not"
+    )
 
 
 def test_all_hosts_that_train_score_and_weigh_what_one_of_them_writes(bench, monkeypatch):
@@ -192,7 +194,7 @@ def test_all_hosts_that_train_score_and_weigh_what_one_of_them_writes(bench, mon
         found[name], asked[:] = list(asked), []
         run.traced = TraceSteps(LogConfig(samples_every=2))
         every = [traced.needed(step, bench.experience).tolist() for step in (0, 2)]
-        assert every == [[*range(B)]] * 2, "one host has all rows"
+        assert every == [[*range(B)]] * 2, "a job of one host needs all rows"
     assert found["other"] == found["leader"] == [1.0, [], 1.0, []]
 
 
@@ -225,7 +227,7 @@ def test_every_preset_trains(name, bench):
         assert {"actor/pg_loss", "actor/pg_clipfrac", "actor/entropy", "sampler/abs_diff"} <= set(record)
     assert moved(bench.start.params, actor)
     last = records[-1]
-    assert last["actor/approx_kl"] != 0.0, "the second pass starts from other weights than the ratio"
+    assert last["actor/approx_kl"] != 0.0, "the last update's weights differ from those of the old log-probabilities"
     assert (last.get("actor/kl", 0.0) != 0.0) == config.policy_loss(LIMIT).needs_reference() == ("actor/kl" in last)
     assert ("actor/kl_coef" in last) == (config.policy_loss(LIMIT).needs_reference())
     in_reward = config.reward_kl.coef
@@ -418,7 +420,7 @@ def test_the_trace_is_told_of_every_token(name, bench):
     logprob_BT, entropy_BT = told.scores().values()
     mask_BT = experience.rollouts.mask_BT[:4] > 0
     every_BT = bench.cluster.get_actor_per_token_logps(experience.rollouts.tokens_BT, experience.rollouts.length_B)
-    assert list(kept) == [8] and logprob_BT.shape == (4, T), "half of the groups"
+    assert list(kept) == [8] and logprob_BT.shape == (4, T), "the trace has half of the groups"
     np.testing.assert_allclose(logprob_BT[mask_BT], every_BT[:4][mask_BT], atol=1e-5)
     np.testing.assert_allclose(
         entropy_BT[mask_BT], entropies(bench.cluster, experience.rollouts)[:4][mask_BT], atol=1e-4

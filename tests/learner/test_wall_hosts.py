@@ -303,7 +303,7 @@ def test_hosts_lost_and_added_lose_no_prompt_and_all_of_it_is_repeated(tmp_path,
     assert any(len(versions) > 1 for versions in drawn)
     assert_equal(seen, repeated(tmp_path / "run", staleness=staleness, seed=99, steps=steps))
     assert len(leader._lease_server._change_of_batch) < 5 and not leader._dispatcher._decided, (
-        "what all have heard is dropped"
+        "changes and decisions that all hosts have received are dropped"
     )
 
 

@@ -199,7 +199,7 @@ def test_sinks_take_weight_as_a_key_of_value_zero_does(how, shares):
 
 def test_splash_is_not_asked_to_share():
     segment_BT, shared = _shared()
-    with pytest.raises(ValueError, match="'splash' sees equal segments only: use 'prefix'"):
+    with pytest.raises(ValueError, match="'splash' lets a token see its own segment only: use 'prefix'"):
         attention(*_inputs()[:3], segment_BT, shared=shared, window=jnp.int32(5), softcap=0.0, form="splash")
 
 

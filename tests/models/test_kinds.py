@@ -217,5 +217,5 @@ def test_a_producing_layer_gets_the_gradients_of_the_layers_that_reuse_its_keys(
     params, tokens_BT = {**small.params, "layers": stacks}, jnp.arange(12)[None]
     gradient = jax.jit(jax.grad(lambda p, t: hidden(p, small.config, t).sum()))(params, tokens_BT)["layers"]
     assert np.any(gradient["full"]["k"][-1]) and np.any(gradient["sliding"]["v"][-1])
-    assert not np.any(gradient["sliding"]["k"][0]), "only the last sliding layer lends its keys"
+    assert not np.any(gradient["sliding"]["k"][0]), "only the last sliding layer shares its keys with later layers"
     assert set(gradient["full"]) - set(gradient["full_shared"]) == {"k", "v", "k_norm"}

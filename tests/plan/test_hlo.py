@@ -253,7 +253,7 @@ ENTRY %main (n: s32[8], q: f32[4,2,8,128], k: bf16[3,10,2,16,128]) -> f32[4,2,8,
     queries, page = 4 * 4 * 2 * 8 * 128, 2 * 2 * 16 * 128
     cost = cost_of(text, named={"own_pages": 7, "shared_pages": 5})
     assert cost.read == 4 * 8 + queries + 2 * 7 * page and cost.bytes == cost.read + queries
-    assert cost_of(text).read == 4 * 8 + queries + 2 * 3 * 10 * page, "a caller that does not say"
+    assert cost_of(text).read == 4 * 8 + queries + 2 * 3 * 10 * page, "without `named`, all 10 pages count as read"
 
 
 ON_SPARSE_CORES = """HloModule jit_f, is_scheduled=true, num_partitions=4

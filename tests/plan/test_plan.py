@@ -436,7 +436,7 @@ def test_rows_are_cut_along_time_where_they_are_fewer_than_chips(monkeypatch: py
         groups = list(_trainer_candidates(_setting(monkeypatch, "v5e:2x4", **changes)))
         found = {group.mesh for group in groups if group.spare_of is None and "tensor" not in group.mesh}
         assert {parse_mesh(mesh)[AXES.index("seq")] for mesh in found} == always
-        assert any("seq=8" in group.mesh for group in groups), "tried where nothing else fits"
+        assert any("seq=8" in group.mesh for group in groups), "seq=8 is tried if no other mesh fits"
     two = list(_trainer_candidates(_setting(monkeypatch, "v5e:2x2*2")))
     assert [g.mesh for g in two if g.spare_of is None][::3] == ["data=2,fsdp=4", "data=2,fsdp=2,tensor=2"]
     assert "fsdp=8" in {g.mesh for g in two if g.spare_of == ""}
@@ -567,7 +567,7 @@ def test_a_program_that_is_known_is_not_compiled_again():
     assert not crowded.fits and crowded.resident == chip.hbm and compiled == ["a"]
     measure(program("b"), chip, quick=True, known=known)
     measure(program("a"), chip, known=known)
-    assert compiled == ["a", "b", "a"], "another text, another effort"
+    assert compiled == ["a", "b", "a"], "other programs and other compiler efforts are compiled anew"
 
 
 @needs_libtpu
@@ -577,7 +577,7 @@ def test_keys_that_do_not_divide_among_chips_are_whole_on_each(monkeypatch: pyte
     counted = [_decode_work(s, s.rollout_mesh(), 1, 8.0).bytes for s in (one, two)]
     weights = 2 * parameter_count(one.model)
     keys = [bytes_ - weights / n for bytes_, n in zip(counted, (1, 4), strict=True)]
-    assert keys[0] == pytest.approx(keys[1]), "4 chips cannot share one key head"
+    assert keys[0] == pytest.approx(keys[1]), "one key head cannot be split, so each of 4 chips reads it whole"
 
 
 _MESHES = ("data=4", "tensor=4")

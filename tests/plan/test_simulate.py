@@ -26,7 +26,9 @@ def test_sides_that_take_turns_wait_for_each_other():
     found = _step(SAME, staleness=0, move_s=1.0)
     assert found.step_s == pytest.approx(4.0) and found.lanes_busy == 1.0
     assert (found.trainer_idle, found.rollout_idle) == pytest.approx((2 / 4, 1 / 4))
-    assert found.decode_steps == 200 and found.prefill_calls == 1, "with the two prompts that come first the others"
+    assert found.decode_steps == 200 and found.prefill_calls == 1, (
+        "the call that prefills the first two prompts prefills the others, too"
+    )
 
 
 def test_with_staleness_the_slower_side_never_waits():
@@ -63,7 +65,7 @@ def test_a_window_takes_the_steps_of_its_longest_lanes():
         return window_work(parts, parts, parts, dataclasses.replace(LOAD, lanes=lanes), waits=waits).steps
 
     assert steps([[8]], lanes=1) == 8 and steps([[11, 3]], lanes=2) == 11, "a dispatch ends with its last sample"
-    assert steps([[1, 0], [8]], lanes=1) == 9, "where nothing else runs the next one waits for nothing"
+    assert steps([[1, 0], [8]], lanes=1) == 9, "if no other lane runs, the next sample begins at once"
     # The first of three lanes is free after one dispatch, which is read after the second dispatch is launched. The mean
     # of the initial estimate 1 / 4 and the share 1 / 3 is then 7 / 24 = 0.2917: above 0.29 the session reads the second
     # dispatch at once and fills the second lane, and below 0.3 it does not.
@@ -80,7 +82,7 @@ def test_prefill_calls_are_counted_as_the_engine_makes_them():
     ]
     assert load.calls([63] * 8) == 1 and load.calls([63] * 9) == 2, "8 rows of 64 on two shards"
     assert load.calls([65] * 4) == 1 and load.calls([65] * 5) == 2 and load.calls([65, 64]) == 2, "one call per bucket"
-    assert load.calls([256 + 65] * 2) == 2, "a long one in two waves: 256 tokens, then 65"
+    assert load.calls([256 + 65] * 2) == 2, "a long prompt takes two calls: 256 tokens, then 65"
 
     def calls(drawn, lanes=16):
         """Counts the prefill calls of a window that continues a batch's 16 samples of 100 tokens; `drawn` has their
@@ -89,9 +91,11 @@ def test_prefill_calls_are_counted_as_the_engine_makes_them():
         return window_work({0: left}, {0: left}, {0: [100] * 16}, dataclasses.replace(LOAD, lanes=lanes)).calls
 
     assert calls([0] * 16) == 1, "4 prompts of 63 tokens"
-    assert calls([40] * 16) == 1 + 2, "and 16 samples of 40 tokens"
-    assert calls([100] * 8 + [40] * 8) == 1 + 1, "what has ended is not computed again"
-    assert calls([40] * 16, lanes=8) == 1 + 1 + 1, "tokens when the lane is free, prompts in rows that are"
+    assert calls([40] * 16) == 1 + 2, "4 prompts, then 16 samples of 40 tokens"
+    assert calls([100] * 8 + [40] * 8) == 1 + 1, "tokens of ended samples are not computed again"
+    assert calls([40] * 16, lanes=8) == 1 + 1 + 1, (
+        "tokens are computed when their lane is free, prompts in free rows of earlier calls"
+    )
 
 
 def test_every_window_computes_open_samples_anew():
@@ -101,7 +105,7 @@ def test_every_window_computes_open_samples_anew():
     plain, anew = (_step(SAME, staleness=2, lanes=32, update_s=0.0, call_s=t) for t in (0.0, 0.1))
     assert anew.prefill_calls == 1 + 2 and anew.step_s - plain.step_s == pytest.approx(0.1 * 3)
     begun = _step(SAME, staleness=2, lanes=32, update_s=0.0, begin_s=0.5)
-    assert begun.step_s - plain.step_s == pytest.approx(0.5), "once in a window"
+    assert begun.step_s - plain.step_s == pytest.approx(0.5), "begin_s counts once in a window"
 
 
 def test_speeds_of_one_staleness_predict_another():
@@ -119,13 +123,17 @@ def test_the_best_split_gives_the_slower_side_more_chips():
     load = dataclasses.replace(LOAD, samples=64, lanes=64, shards=8)
     splits = balance(SAME, speeds, load=load, staleness=1, chips=(8, 8))
     own, best = splits[0]
-    assert own > 8 and best.step_s < 8.0, "64 lanes draw 100 tokens in 1 s, the update takes 8"
+    assert own > 8 and best.step_s < 8.0, (
+        "64 lanes draw 100 tokens in 1 s and the update takes 8 s, so the trainer gets more chips"
+    )
     assert best.step_s == min(step.step_s for _, step in splits)
 
 
 def test_lengths_of_nothing_are_refused(tmp_path):
     (tmp_path / "lengths").write_text("0\n0\n")
-    with pytest.raises(ValueError, match=r"has 2 lengths, the least 0: give a run directory with a trace"):
+    with pytest.raises(
+        ValueError, match=r"holds 2 lengths, the smallest of them 0: .* Give a run directory with a trace"
+    ):
         read_lengths(str(tmp_path / "lengths"))
 
 
@@ -136,5 +144,5 @@ def test_lengths_are_read_from_numbers_and_nothing_else(tmp_path):
     file.write_text("many\n")
     with pytest.raises(ValueError, match="nor a file of numbers"):
         read_lengths(str(file))
-    with pytest.raises(ValueError, match="has 0 lengths"):
+    with pytest.raises(ValueError, match="holds 0 lengths: none may be negative"):
         read_lengths(str(tmp_path))

@@ -64,7 +64,9 @@ def test_every_form_has_its_programs_and_the_teacher_is_held_once(teacher):
     assert list(sampled) == ["train step", COMPARED, "old log-probabilities"]
     assert list(few) == ["train step", TEACHING] and list(full) == ["train step"]
     assert sampled["train step"].resident == few["train step"].resident == pytest.approx(held, rel=0.02)
-    assert full["train step"].resident == 0, "it is an argument of the update"
+    assert full["train step"].resident == 0, (
+        "the teacher's parameters are an argument of the update, so they are not counted beside it"
+    )
     # The teacher's parameters are an argument of the program that scores with them. The optimizer's moments stay in
     # memory beside the program; the policy's parameters do too, unless the program reads them.
     own = parameter_count(_setting(None).model)
@@ -128,11 +130,15 @@ def test_every_form_compiles_for_tpus_and_its_operations_are_counted(teacher, to
         assert all(m.fits and m.seconds > 0 for m in read[kl].values())
     update = {kl: programs["train step"] for kl, programs in read.items()}
     compared, teaching = read["sampled"][COMPARED], read["top_k"][TEACHING]
-    assert update["sampled"].flops == pytest.approx(update[""].flops, rel=0.02), "advantages alone are others"
-    assert update["full"].flops == pytest.approx(update[""].flops + compared.flops, rel=0.02), "the teacher's pass more"
-    assert update["top_k"].flops == pytest.approx(update[""].flops, rel=0.02), "of other ids, not more of them"
+    assert update["sampled"].flops == pytest.approx(update[""].flops, rel=0.02), "only the advantages differ"
+    assert update["full"].flops == pytest.approx(update[""].flops + compared.flops, rel=0.02), (
+        "the update has the teacher's pass in addition"
+    )
+    assert update["top_k"].flops == pytest.approx(update[""].flops, rel=0.02), (
+        "the update compares other ids, not more ids"
+    )
     passes = compared.flops + read["sampled"]["old log-probabilities"].flops
-    assert teaching.flops == pytest.approx(passes, rel=0.05), "a pass of either model"
+    assert teaching.flops == pytest.approx(passes, rel=0.05), "one pass of each model"
     held = 4 * parameter_count(read_config(teacher)) / 4
     # A program's peak includes its arguments. With teacher_kl='full', the teacher's parameters are arguments of the
     # update.
@@ -164,5 +170,5 @@ def test_a_policy_that_teaches_itself_is_held_once_more_or_not_at_all(teacher):
         assert likely["train step"].resident == found["train step"].resident
         assert likely[HINTED].resident == found[COMPARED].resident
         (columns,) = [x.shape for x in jax.tree.leaves(likely[HINTED].lower().args_info) if x.shape[3:] == (5,)]
-        assert columns[:3] in shapes, "its ids lie where the longer prompts put the tokens"
+        assert columns[:3] in shapes, "the ids have the shape of the rows with hints in their prompts"
         assert LIKELY in likely and likely[LIKELY].lower() is not None

@@ -314,7 +314,7 @@ def test_a_user_without_privileges_isolates_too(tmp_path):
         not python
         or subprocess.check_output([python, "-c", "import sys; print(sys.version_info >= (3, 11))"]) != b"True\n"
     ):
-        pytest.skip("there is not Python 3.11 that every user may run")
+        pytest.skip("there is no Python 3.11 that every user may run")
     root = pathlib.Path(host.__file__).parents[3]
     copy = pathlib.Path(shutil.copytree(root / "podrl/rewards/sandbox", tmp_path / "podrl/rewards/sandbox"))
     for package in copy.parents[:2]:

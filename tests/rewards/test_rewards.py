@@ -136,7 +136,7 @@ def test_arguments_by_name_or_by_position():
     assert score(named("completions_only"), "abc", answer=["4"]).tolist() == [[3.0]]
     positional = lambda question, answer, /, **fields: [float(len(answer[0]))]  # noqa: E731
     assert score(RewardConfig(fns=(positional,)), "ab", answer=["four"]).tolist() == [[2.0]], (
-        "its arguments are not the fields"
+        "positional-only arguments are not matched with fields by name"
     )
 
 

@@ -123,7 +123,7 @@ def test_a_group_that_becomes_another_is_refused(tmp_path):
             ValueError, match=r"samples of prompt 4 in step 0 differ from their entry in run/batches\.jsonl"
         ):
             clock.batch(0, [other], 1, over=over)
-    assert clock.batch(0, [Group(4, 0, 0)], 1) == []  # until it ends, it may still become the recorded group
+    assert clock.batch(0, [Group(4, 0, 0)], 1) == []  # while group 4 is open, it may still become the recorded one
 
 
 def test_groups_of_equal_rewards_are_dropped_as_long_as_others_can_take_their_places(tmp_path):
@@ -134,7 +134,7 @@ def test_groups_of_equal_rewards_are_dropped_as_long_as_others_can_take_their_pl
     assert clock.without_signal(0, groups, 1) == [groups[0]]
     left = groups[1:]
     assert clock.without_signal(0, left, 0) == []
-    assert clock.batch(0, left, 4) == [], "the rewards of group 1 are not known"
+    assert clock.batch(0, left, 4) == [], "no batch is chosen while the rewards of group 1 are not known"
     chosen = clock.batch(0, left, 3)
     assert [group.index for group in chosen] == [2, 4, 3], "a group of equal rewards fills the batch"
     expected = {"groups_drawn": 4.0, "groups_replaced": 1.0, "groups_left_without_signal": 1.0}
@@ -144,7 +144,9 @@ def test_groups_of_equal_rewards_are_dropped_as_long_as_others_can_take_their_pl
     again = WallClock(WallJournal(tmp_path), 1, "run", replaced=4)
     for group in groups:
         group.ended, group.signal = False, None
-    assert again.without_signal(0, groups, 0) == [groups[0]], "it is dropped again before it is played"
+    assert again.without_signal(0, groups, 0) == [groups[0]], (
+        "the repeated run drops the same group, before its rewards are known"
+    )
     assert again.decide(0, chosen, []) == found
 
 

@@ -263,7 +263,7 @@ def test_lines_of_completions_end_where_json_lines_do(tmp_path, monkeypatch):
 def test_gsm8k_as_it_is_published():
     path = ROOT.parent / "shared" / "data" / "gsm8k_test.jsonl"
     if not path.exists():
-        pytest.skip("no copy of GSM8K here")
+        pytest.skip("GSM8K is not on this machine")
     records = [json.loads(line) for line in path.read_text().splitlines()]
     told = [
         {**one, "completions": [{"text": f"<answer>{one['answer'].split('#### ')[1]}</answer>"}]} for one in records

@@ -249,7 +249,7 @@ def test_edges(check, tiny, tight, policy, prompts_of):
         ([4, 0], Sampling(), "Prompt 1 is empty"),
         ([4, 21], Sampling(), "Prompt 1 has 21 tokens: rollout.max_prompt_length=20"),
         ([20], Sampling(max_new=45), "rollout.kv_cache_size=64"),
-        ([20], Sampling(stop_ids=(9, 10, 11, 12)), "9 ids end a sample"),
+        ([20], Sampling(stop_ids=(9, 10, 11, 12)), "9 token ids end a sample"),
     ],
 )
 def test_impossible_requests_are_refused(tight, policy, prompts_of, lengths, sampling, message):

@@ -158,7 +158,7 @@ def test_what_the_engine_cannot_serve_is_refused(serving, body, code):
 
 def test_rewards_are_refused_outside_training(serving):
     request = reward.read({"request": "chatcmpl-1", "reward": 1}, ["policy"], "call_tool")
-    with pytest.raises(RefusedRequest, match="Rewards are taken in training"):
+    with pytest.raises(RefusedRequest, match="This endpoint serves a checkpoint and takes no rewards"):
         serving.add(0, request)
 
 
@@ -250,7 +250,7 @@ def front(serving):
 
 @contextlib.contextmanager
 def answering(serving, front):
-    """Runs podrl.serve's loop on a thread, and ends it with the block."""
+    """Runs podrl.serve's loop on a thread until the block of the `with` statement ends."""
     ended = threading.Event()
     thread = threading.Thread(target=serve.run, args=(serving, front, ended.is_set))
     thread.start()

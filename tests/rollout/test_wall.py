@@ -322,7 +322,9 @@ def test_groups_of_equal_rewards_are_replaced_and_all_of_it_is_repeated(tight, p
     asked[:] = [take_prompts(batch, np.arange(P)) for batch in asked]
     with pytest.raises(ValueError, match=r"drops .* 0 prompts are in reserve\. .* dynamic_sampling_batches"):
         play(tmp_path / "two", clock=99)
-    changed = rf"has 0 prompts in reserve, and .* of the checkpoint have {2 * P}: .* dynamic_sampling_batches may not"
+    changed = (
+        rf"has 0 prompts in reserve, but .* of the checkpoint have {2 * P} each: .* dynamic_sampling_batches may not"
+    )
     with pytest.raises(ValueError, match=changed):
         play(tmp_path / "one", clock=99, begin=(3, saved[3]))
 

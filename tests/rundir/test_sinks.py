@@ -249,7 +249,7 @@ def test_the_client_of_wandb_writes_names_and_tables_offline(tmp_path, monkeypat
     _run(tmp_path, "wandb")
     _run(tmp_path, "wandb", start=2, first=2)
     files = sorted(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
-    assert len(files) == 2 and len({file.name for file in files}) == 1, "the resumed run is the same run"
+    assert len(files) == 2 and len({file.name for file in files}) == 1, "the resumed run must have the same id"
     for file in files:
         # W&B's own process writes the file.
         until(lambda file=file: b"samples/eval" in file.read_bytes(), every_s=0.1)

@@ -70,7 +70,7 @@ def test_what_was_dropped_is_not_served_to_a_later_question(pair):
 
     def drops(_):
         """Drops the message 'old' on the channel's thread, when the request for it has arrived and is read next."""
-        until(lambda: a._server.getsockopt(zmq.EVENTS) & zmq.POLLIN, "the question")
+        until(lambda: a._server.getsockopt(zmq.EVENTS) & zmq.POLLIN, "the arrival of the question")
         a.drop("old")
         return Message()
 
@@ -206,7 +206,7 @@ def test_an_endpoint_that_was_given_up_is_told_so_and_served_nothing(when, pair)
     if when == "before":
         assert not any(request.arrived(0.1) for request in waiting)
         a.give_up(b.number)
-        assert told.wait(PATIENCE_S), "by the answer to what it had asked"
+        assert told.wait(PATIENCE_S), "b must learn from the answers to its open requests that a has given it up"
     else:
         a.give_up(b.number)
     assert not b.request(a.address, "call", "act", Message()).arrived(0.1) and not called

@@ -77,7 +77,7 @@ def test_compiled_programs_are_kept_where_the_user_says(tmp_path):
     directory = pathlib.Path(env["JAX_COMPILATION_CACHE_DIR"])
     assert directory.parent == tmp_path / "podrl" and directory.stat().st_mode & 0o777 == 0o700
     environment.enable_compile_cache(env, "/elsewhere/compiled")
-    assert env["JAX_COMPILATION_CACHE_DIR"] == str(directory), "what is in the environment wins"
+    assert env["JAX_COMPILATION_CACHE_DIR"] == str(directory), "a directory that the environment names has priority"
     # Small programs are cached too, but not in a bucket.
     for where, least in {"": None, "/elsewhere/compiled": "0", "gs://bucket/compiled": "0.1"}.items():
         env = {}

@@ -145,7 +145,7 @@ def test_every_view_opens_on_every_run_and_stays_where_it_is(view, address, page
         assert page.ask("document.querySelector('#view').innerText.length") > 40
         if view == "run":
             tops = "[...document.querySelector('.columns').children].map((each) => each.getBoundingClientRect().top)"
-            assert len(set(page.ask(tops))) == 1, "what was counted stands beside what was measured"
+            assert len(set(page.ask(tops))) == 1, "the tables counted from the settings stand beside the measured ones"
     told(f"{view}: layout shift {shifts}")
     assert max(shifts.values()) < 0.1
 
@@ -156,10 +156,12 @@ def test_no_view_is_wider_than_a_narrow_window(address, page):
         for view in SHOWN:
             page.open(f"{address}/{view}?run={TOOLS}")
             assert page.ask("document.documentElement.scrollWidth - document.documentElement.clientWidth") == 0, view
-            assert page.ask("getComputedStyle(document.querySelector('header')).position") == "static", "it hides half"
+            assert page.ask("getComputedStyle(document.querySelector('header')).position") == "static", (
+                "a fixed header would hide half of a narrow window"
+            )
             if view == "samples":
                 last = page.ask("document.querySelector('.found td:last-child').getBoundingClientRect().right")
-                assert 200 < last < 420, "the completion is seen, not only reached by scrolling"
+                assert 200 < last < 420, "the completion is visible without scrolling"
                 heads = page.ask("getComputedStyle(document.querySelector('.found td.number'), '::before').content")
                 assert "reward" in heads
                 named = ".found [data-head=reference]:not(:empty)"
@@ -168,7 +170,7 @@ def test_no_view_is_wider_than_a_narrow_window(address, page):
                 )
             if view == "run":
                 space = page.ask("getComputedStyle(document.querySelector('.columns td.value')).whiteSpace")
-                assert space == "normal", "intervals wrap, so that before and after are both seen"
+                assert space == "normal", "intervals must wrap, so that the columns before and after both fit"
                 lines = "[...document.querySelectorAll('.counted .said')]"
                 assert page.ask(f"{lines}.every((each) => each.scrollWidth <= each.clientWidth)")
     finally:
@@ -315,7 +317,9 @@ def test_charts_are_saved_as_pictures_and_tables(address, page, tmp_path):
         until((tmp_path / name).exists)
         assert (tmp_path / name).read_bytes().startswith(begins), list(tmp_path.iterdir())
     rows = (tmp_path / "metrics.csv").read_text().splitlines()[1:]
-    assert {row.partition(",")[0] for row in rows} == {"whole", "grows", "damaged", "tools"}, "one file of all runs"
+    assert {row.partition(",")[0] for row in rows} == {"whole", "grows", "damaged", "tools"}, (
+        "metrics.csv has the metrics of all runs"
+    )
 
 
 def test_an_hour_of_the_timeline_is_a_button(address, page):
@@ -391,7 +395,7 @@ def test_a_run_of_100000_lines_paints_soon_and_scrolls(page, tmp_path):
         f"{middle:.1f} ms apart, 95 % within {late:.1f}, longest {worst:.1f}"
     )
     assert paint < 2000 and shift < 0.1
-    assert room > 200 and middle < 34 and late < 100, "30 frames a second"
+    assert room > 200 and middle < 34 and late < 100, "scrolling must show 30 frames a second"
 
 
 def test_an_error_of_a_script_is_seen(shown, tmp_path):

@@ -77,7 +77,9 @@ def test_every_view_has_an_address_of_its_own(ask, view):
     status, headers, body = ask(f"/{view}?run=0")
     assert status == 200 and headers["content-type"].startswith("text/html")
     needed = re.findall(r'(?:src|href)="([^"]+)"', body.decode())
-    assert needed and all(path.startswith("/static/") for path in needed), "nothing from elsewhere"
+    assert needed and all(path.startswith("/static/") for path in needed), (
+        "the page loads files only from its own server"
+    )
     assert all(ask(path)[0] == 200 for path in needed)
     assert "script-src 'self'" in headers["content-security-policy"]
     assert b"<noscript>This page shows a run by JavaScript" in body and b"allow JavaScript" in body
@@ -100,7 +102,7 @@ def test_metrics_are_given_by_name_and_thinned(ask):
     assert found["reward/mean"] == [list(range(1, 13)), [step / 10 for step in range(1, 13)]]
     assert found["eval/greedy_answer"] == [[0, 12], [0.25, 0.5]] and found["none"] == [[], []]
     thin = ask.json("/data/metrics?run=0&name=odd&points=10")["odd"]
-    assert len(thin[0]) <= 10 and 9.0 in thin[1], "an outlier stays"
+    assert len(thin[0]) <= 10 and 9.0 in thin[1], "thinning must keep outliers"
     status, headers, body = ask("/data/metrics.csv?name=reward/mean")
     assert status == 200 and headers["content-disposition"].startswith("attachment")
     head, first, *rest = body.decode().splitlines()
@@ -337,7 +339,7 @@ def test_the_report_needs_nothing_and_holds_samples_as_data(runs, tmp_path):
     out = tmp_path / "report.html"
     assert main(["podrl.view", str(runs / "one"), str(runs / "two"), f"--html={out}"]) == 0
     page = out.read_text()
-    assert not re.search(r'(?:src|href)="', page), "nothing is loaded"
+    assert not re.search(r'(?:src|href)="', page), "the report loads no other file"
     assert "<noscript>" in page and "python -m podrl.doctor RUN" in page
     (data,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
     one, two = json.loads(data)

@@ -91,7 +91,7 @@ def until(condition):
         if condition():
             return
         threading.Event().wait(0.01)
-    raise AssertionError("it never came true")
+    raise AssertionError("the condition never became true")
 
 
 def open_files():

@@ -233,7 +233,7 @@ class EvaluationHost:
 
     def _score_share(self, step: int, part: tuple[int, int]) -> Scored | BatchError:
         """Scores a share under the weights after a step, which the trainers hold until the next evaluation begins."""
-        assert self._evaluator is not None, "an evaluation begins where there is an evaluator"
+        assert self._evaluator is not None, "only a host with an evaluator scores shares"
         if self._policy is None or self._policy.version != step:
             with self._run.watchdog.stage("publish"):
                 self._policy = self._cluster.sync_weights(step, in_place=True)

@@ -67,7 +67,7 @@ class RemoteEvaluations:
 
     def begin(self, step: int) -> None:
         """Gives the evaluation after a step to the hosts in the job."""
-        assert self.step_in_flight is None, "one at a time"
+        assert self.step_in_flight is None, "an evaluation begins only when the one before it has ended"
         self.step_in_flight = step
         if self._shares is not None:
             name = leases.evaluation(step)
