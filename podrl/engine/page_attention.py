@@ -1,4 +1,4 @@
-"""A Pallas TPU kernel of decoding attention: each read of a page copies it to the chip once, for all lanes of the read.
+"""A Pallas TPU kernel of decoding attention: each read copies its page to the chip once, for all lanes of the read.
 
 A run is a sequence of consecutive reads that serve the same lanes: a prompt's pages for its samples, or the pages of
 one lane. Each step of the grid belongs to a lane. The step of a run's first lane computes the run for all its lanes;
