@@ -203,15 +203,15 @@ class RolloutConfig(SamplingSettings):
         if self.response_tokens < self.max_tokens_to_generate:
             raise ValueError(
                 f"rollout.max_response_tokens={self.max_response_tokens} counts sampled and appended tokens: it must "
-                f"be at least rollout.max_tokens_to_generate={self.max_tokens_to_generate}, which counts the sampled "
-                "ones."
+                f"be at least rollout.max_tokens_to_generate={self.max_tokens_to_generate}, which counts "
+                "sampled tokens only."
             )
         if self.max_prompt_length + self.response_tokens > self.kv_cache_size:
             key = "max_tokens_to_generate" if self.max_response_tokens is None else "max_response_tokens"
             raise ValueError(
                 f"rollout.max_prompt_length={self.max_prompt_length} + rollout.{key}={self.response_tokens} "
-                f"exceed rollout.kv_cache_size={self.kv_cache_size}: raise it, or lower "
-                "rollout.max_prompt_length (data.long_prompts says what becomes of longer ones)."
+                f"exceed rollout.kv_cache_size={self.kv_cache_size}: raise rollout.kv_cache_size, or lower "
+                "rollout.max_prompt_length (data.long_prompts decides what happens to longer prompts)."
             )
 
         pool, longest = self.pool_tokens, self.longest_pages
@@ -246,8 +246,8 @@ class RolloutConfig(SamplingSettings):
         """Raises ValueError if samples have an environment and max_response_tokens is not set."""
         if environment and self.max_response_tokens is None:
             raise ValueError(
-                "rollout.max_response_tokens is not set, and the samples have an environment: set the most tokens of a "
-                "sample, sampled and appended tokens together. It must exceed rollout.max_tokens_to_generate="
+                "rollout.max_response_tokens is not set, and the samples have an environment: set it to the largest "
+                "number of sampled and appended tokens of a sample. It must exceed rollout.max_tokens_to_generate="
                 f"{self.max_tokens_to_generate} by the tokens that tools and environment may add."
             )
 

@@ -273,7 +273,7 @@ class Pod:
     def _on_number(self, message: Message) -> Message:
         """Gives a number to a process that joins a running job, and tells it the roles of the job's first processes."""
         if not self.seat.disposable:
-            raise ValueError("hosts join a running job in --topology=split alone.")
+            raise ValueError("hosts can join a running job only with --topology=split.")
         hosts, request = self.seat.hosts, message.value
         size, (part, place) = hosts.replica, divmod(int(request["index"]), hosts.replica)
         if int(request["count"]) % size:

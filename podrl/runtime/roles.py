@@ -105,7 +105,7 @@ def hosts_per_replica(mesh: str, hosts: int) -> int:
     if int(copies) < 1 or hosts % int(copies):
         raise ValueError(
             f"roles.rollout.mesh={mesh!r} spreads {copies} copies of the weights over {hosts} hosts: the number of "
-            "hosts must be a multiple of the number of copies (data), or the other way round."
+            "hosts must be a multiple of the number of copies (data)."
         )
     return hosts // int(copies)
 
