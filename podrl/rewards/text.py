@@ -129,7 +129,7 @@ def regex(answer: str, pattern: str, config: TextConfig) -> float:
 def json_schema(answer: str, schema: object, config: TextConfig) -> float:
     """Scores 1 if the answer is JSON that the schema allows, else 0.
 
-    The JSON may stand in a fenced block. NaN and numbers that no float holds are not JSON.
+    The JSON may stand in a fenced block. NaN, infinities and numbers beyond the range of floats do not count as JSON.
 
     Raises:
       ImportError: jsonschema is not installed.
@@ -156,12 +156,12 @@ def _refuse(constant: str) -> float:
 
 
 def _finite(number: str) -> float:
-    """Reads a number of JSON; refuses a number that no float holds, such as 1e999."""
+    """Reads a number of JSON; refuses a number beyond the range of floats, such as 1e999."""
     return value if math.isfinite(value := float(number)) else _refuse(number)
 
 
 def _whole(number: str) -> int:
-    """Reads a whole number of JSON; refuses a number that no float holds, as most other readers of JSON do."""
+    """Reads a whole number of JSON; refuses a number beyond the range of floats, about 1.8e308."""
     _finite(number)
     return int(number)
 
