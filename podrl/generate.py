@@ -5,8 +5,9 @@
 Each record holds "prompt" (text), "messages" (a conversation for the model's chat template) or, as a task file does,
 "question". If podrl.export wrote --model, a question becomes a prompt in the same way as in the exported run; otherwise
 the chat template formats the question, without a system prompt. The output has one line per prompt, in the order of the
-prompts, with the record's other fields. A line's "index" is the number of the prompt, unless the record has an "index".
-Until all prompts are complete, the finished ones are in FILE.jsonl.partial, and the same command continues from there.
+prompts, with the record's fields and "completions". A line's "index" is the number of the prompt, unless the record has
+an "index". Until all prompts are complete, the finished ones are in FILE.jsonl.partial, and the same command continues
+from there.
 """
 
 import argparse

@@ -34,7 +34,7 @@ class OpenedSource:
     """A source that has been opened.
 
     Attributes:
-      name: name of the source; '' if it is the only source.
+      name: name of the source; '' if the records come from data.path and not from data.sources.
       config: settings of a job that has this source only.
       train: records to train on.
       held_out: records held out.
@@ -43,7 +43,7 @@ class OpenedSource:
         records have answers.
       counts: number of the source's records, by their use: 'used', 'held out', ...
       fields: fields that the settings add to the source's records.
-      hashes: question hashes of the records to train on; empty for an embedded task.
+      hashes: question hashes of the records to train on; empty for a task that generates its records.
     """
 
     name: str
@@ -86,7 +86,7 @@ class OpenedSources:
     def count_shared_questions(self, other: "OpenedSources") -> int:
         """Counts the training records with a question that is also in the training records of `other`.
 
-        The problems of embedded tasks do not count.
+        The problems of tasks that generate their records do not count.
         """
         theirs = np.concatenate([part.hashes for part in other.parts])
         return sum(int(np.isin(part.hashes, theirs).sum()) for part in self.parts)
@@ -245,7 +245,7 @@ def _file(config: DataConfig, source: SourceConfig | None, cache: Cache, form: F
 def _part(
     config: DataConfig, source: SourceConfig | None, file: _File | None, held_hashes: np.ndarray, form: Form | None
 ) -> OpenedSource:
-    """Chooses a source's training records: leaves out every record whose question any source holds out."""
+    """Chooses a source's training records: leaves out each question that a source or data.eval_path holds out."""
     name, fields = (source.label, {SOURCE: source.label, **source.fields}) if source else ("", {})
     if file is None:
         train, held_out = _generated(config)

@@ -352,7 +352,7 @@ def has_format(config: DataConfig) -> bool:
 
 
 def system_prompt(config: DataConfig) -> str:
-    """Returns the instructions before every question; '' for none."""
+    """Returns the instructions before every question; '' for none, and for 'auto' that no reward function replaced."""
     return "" if config.system_prompt == AUTO else config.system_prompt
 
 

@@ -229,7 +229,8 @@ def read(
         gs://; 'tfds:NAME/SPLIT'; or 'hf:ORG/NAME:CONFIG:SPLIT' of the hub. A `*` in the last part of a path stands for
         several files, which are read in the order of their names.
       one_of: names of columns; a table (.csv, .parquet) must have at least one of them.
-      check: function of (record, its place) that is called with every record in order, and raises ValueError.
+      check: function of (record, its place) that raises ValueError to refuse the record. It is called with every record
+        in order, except the records that `cache` holds.
       split: beginning of the names of the files to read, if `path` is a directory.
       cache: cache of .jsonl files that were read before, so that they are not read again.
       as_written: True to leave conversations in the form of the file.

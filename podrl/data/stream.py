@@ -14,8 +14,8 @@ from podrl.types import BatchError
 
 Item = TypeVar("Item")
 _log = logging.getLogger(__name__)
-# The largest number of consecutive items that may be too long. One more such item is an error, because a run that skips
-# through a large source would look like a hang.
+# It is an error if this many consecutive items are too long, because a run that skips through a large source would
+# look like a hang.
 MOST_IN_A_ROW = 10_000
 _REPORT_EVERY = 1000  # number of records after which a check reports its progress again
 
@@ -86,7 +86,7 @@ class Limit:
 
 
 class Stream(Generic[Item]):
-    """An endless, exactly resumable walk through a source, reshuffled in every epoch.
+    """An endless, exactly resumable walk through a source or a mixture; a seed reshuffles it in every epoch.
 
     Attributes:
       records: number of records of all sources.
@@ -146,7 +146,8 @@ class Stream(Generic[Item]):
         """Returns the next `count` items.
 
         Raises:
-          ValueError: every record is too long.
+          BatchError: a record cannot be prepared.
+          ValueError: every record, or MOST_IN_A_ROW items in a row, are too long.
         """
         items = [self._next() for _ in range(count)]
         self.emitted += count
@@ -216,7 +217,8 @@ class Stream(Generic[Item]):
         """Continues at a position that `state` returned.
 
         Raises:
-          ValueError: the state belongs to another number of records, another seed or other tools.
+          ValueError: the state belongs to another number of records, another seed, other sources or other tools, or
+            only one of the two streams has a curriculum.
         """
         saved = json.loads(state)
         for name, now, key in (("records", self.records, "data.path"), ("seed", self._seed, "data.seed")):

@@ -249,7 +249,7 @@ class Tokenizer:
 
     @functools.cached_property
     def splits_text(self) -> bool:
-        """True if the bytes of a text's tokens, as `token_bytes` returns them, join to the bytes of the text."""
+        """True if the bytes of a test text's tokens, as `token_bytes` returns them, join to the bytes of the text."""
         text = "It is 42, or (1.5)x!\n\n a  b"  # other characters may be unknown to a small vocabulary
         return b"".join(map(self.token_bytes, self.encode_plain(text))) == text.encode()
 

@@ -139,7 +139,7 @@ class Front:
         """Asks the process to end.
 
         Returns:
-          The worker of the process, which the caller must close; empty if there is no process.
+          A list with the process, which the caller must close; an empty list if there is no process.
         """
         process, self._process = self._process, None
         return [process.leave()] if process is not None else []

@@ -106,7 +106,7 @@ class Client:
         return content
 
     async def drain(self, max_bytes: int) -> None:
-        """Reads the body and drops it, up to `max_bytes`; it raises the errors of `read_body`."""
+        """Reads up to `max_bytes` of the body and drops them; a longer body is no error, unlike in `read_body`."""
         await self._read(0, max_bytes)
 
     async def _read(self, kept_bytes: int, max_bytes: int) -> tuple[bytearray, int]:
@@ -338,7 +338,7 @@ class Connection(asyncio.Protocol):
             self.write(b"HTTP/1.1 400 Bad Request\r\n" + head.encode() + body)
         self.close()
 
-    # Calls of the parser.
+    # Methods that the parser calls.
 
     def on_message_begin(self) -> None:
         """Begins a request."""
@@ -389,7 +389,8 @@ async def serving(app: Callable[[Client], Awaitable[None]], listening: socket.so
     """Serves HTTP while the context is open, and then gives open requests 1 s to end.
 
     Args:
-      app: function that answers a request; the client of a request for which it raises an error gets status 500.
+      app: function that answers a request. If it raises an error before the response has begun, the client gets
+        status 500.
       listening: socket that listens.
     """
     loop, connections = asyncio.get_running_loop(), set[Connection]()

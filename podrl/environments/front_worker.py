@@ -238,7 +238,7 @@ class Endpoint:
         """Finds the request that a retry repeats, or passes a new request to the owner.
 
         Raises:
-          RefusedRequest: a field cannot be honoured, or the episode has ended.
+          RefusedRequest: the body is not JSON, a field cannot be honoured, or the episode has ended.
         """
         hashed = hashlib.sha256(client.path.encode() + b"\0")
         hashed.update(body)

@@ -27,7 +27,7 @@ from podrl.workers.user_objects import spec_at
 # Function that receives a finished outside call: (task, name of the tool, start, end, failed). Start and end are times
 # of time.monotonic(), seconds; `failed` is the kind of failure, or ''.
 CallReporter = Callable[[Task, str, float, float, str], None]
-_MAX_LOST_WORKERS = 3  # workers that an episode may lose in a row before the job ends
+_MAX_LOST_WORKERS = 3  # the job ends once an episode has lost this many workers in a row
 _SILENT_S = 3 * HEARTBEAT_S  # a worker without a frame for this time counts as blocked by one of its episodes
 _log = logging.getLogger("podrl.environments")
 
@@ -52,15 +52,17 @@ class _Episode:
       turns: the log of the model's turns, one for each observation that the model has answered.
       drawn: packed token columns (ids, log-probabilities, versions) of each turn for the record of the episode; None
         for a turn if the record does not need its tokens.
-      routes: future that gets the routes for the record of the episode (podrl.environments.workers.Episodes.record);
-        None until the environment has returned.
+      routes: future that gets the routes (the experts of each token) for the record of the episode, see
+        podrl.environments.workers.Episodes.record; None until the environment has returned with tokens to record.
       answers: the log of outside answers, by their numbers.
       descriptions: descriptions of the outside requests, by their numbers.
-      open_requests: (description, start by time.monotonic()) of each outside request without an answer, by number.
+      open_requests: (name of the tool, or else the description; start by time.monotonic()) of each outside request
+        without an answer, by number.
       jobs: asyncio tasks that answer outside requests, by the requests' numbers; the entry NUMBER is the asyncio task
-        that reads or writes `finished`.
+        that reads or writes the record of the whole episode.
       position: number of observations in the present attempt.
-      attempts: number of attempts since the last new observation, including the present attempt.
+      attempts: number of attempts since the last new observation, including the present attempt. An attempt that ended
+        because another episode blocked the worker does not count.
       spent_s: time of the environment and its tools up to `since`, seconds.
       since: time at which the environment's present work began, by time.monotonic(); 0 while the model samples.
       timer: timer of env.deadline_s; None while the model samples.
@@ -289,7 +291,8 @@ class EnvironmentHost:
         Args:
           worker: the worker.
           why: reason, for an error message.
-          culprit: episode that blocked the worker; it ends with the reason 'deadline'. None if the worker died.
+          culprit: episode that blocked the worker; it ends with the reason 'deadline'. None if the worker died, or if
+            the worker did not say for which episode it worked.
         """
         assert worker.process is not None
         worker.process.close()
@@ -386,7 +389,7 @@ class EnvironmentHost:
     # The records of finished episodes.
 
     def _is_recorded(self, task: Task) -> bool:
-        """Returns True if the whole episode is recorded at its end (`_on_return`).
+        """Returns True if the whole episode may have to be recorded at its end (`_on_return` decides).
 
         Episodes of agent programs are recorded, because a program may behave differently on a replay. If a run that is
         started again draws other samples, every episode with Model.chat is recorded, because a replay would get other
@@ -440,7 +443,10 @@ class EnvironmentHost:
         self._enter(episode)
 
     def _on_return(self, episode: _Episode, result: JsonObject) -> None:
-        """Ends an episode whose environment has returned; an episode with requests of Model.chat is recorded first."""
+        """Ends an episode whose environment has returned.
+
+        If `_is_recorded`, an episode of an agent program, or with requests of Model.chat, is recorded first.
+        """
         recorded = self._is_recorded(episode.task) and (
             self._config.agent or any(observation.get("chat") for observation in episode.observations)
         )

@@ -43,9 +43,9 @@ class RecordStore(Protocol):
 class Journal:
     """Looks up and records the outside answers of one process.
 
-    A run that is started again draws the same samples, so each sample makes the same requests in the same order. An
-    answer is found by (step, prompt, sample, number of the request) and a hash of the request's description. If the
-    description has changed, the answer is not used and the request is made again.
+    If `exact` is True, a run that is started again draws the same samples, so each sample makes the same requests in
+    the same order. An answer is found by (step, prompt, sample, number of the request) and a hash of the request's
+    description. If the description has changed, the answer is not used and the request is made again.
 
     Attributes:
       exact: True if a run that is started again draws the same samples.
@@ -118,7 +118,7 @@ class Journal:
             self._known.setdefault(_name(task), {})[_key(record)] = record
 
     def read_again(self) -> None:
-        """Makes the next `find` read the store again, because other processes may have added records."""
+        """Makes the next `find` for each step read the store again, because other processes may have added records."""
         self._old.update(list(self._known))
 
     def forget(self, before: int) -> None:
@@ -132,8 +132,8 @@ class Files:
     """Keeps records in `directory`/<name>.jsonl, each a line with a checksum; any thread may call any method.
 
     A damaged line is logged and stays in the file; a sample that needs its answer makes the call again. One thread
-    writes. Records that arrive while this thread waits for the disk are written together afterwards. Records of
-    finished episodes with their tokens are kept on disk only.
+    writes. Records that arrive while this thread waits for the disk are written together afterwards. A record of a
+    finished episode with its tokens does not stay in memory after it is written.
     """
 
     def __init__(self, directory: pathlib.Path, written: Callable[[], None] = lambda: None) -> None:

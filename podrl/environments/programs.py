@@ -316,7 +316,7 @@ class ProgramEnvironment:
 
 
 class _Log:
-    """Keeps the standard error of programs in a file of the run directory, up to `_FILE_BYTES`."""
+    """Writes the standard error of programs to a file, or to this process's standard error, up to `_FILE_BYTES`."""
 
     def __init__(self, folder: str) -> None:
         self._path = pathlib.Path(folder) / f"program.{os.getpid()}" if folder else None
@@ -416,7 +416,7 @@ class _Runner:
 
 
 def _missing_code(arguments: list[str]) -> str:
-    """Names the file or module in the arguments of `python` that does not exist; '' if there is none.
+    """Names the file or module in the arguments of `python` that does not exist; '' if nothing is missing.
 
     A program that cannot start would otherwise fail only with its first episode, after the models were loaded.
     """

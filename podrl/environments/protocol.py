@@ -126,7 +126,7 @@ class Model(Protocol):
 
         A conversation that repeats an earlier conversation and its answer, and then adds messages, continues the tokens
         of that answer. Any other conversation opens a piece of the sample with a context of its own. All pieces are
-        trained with the sample's advantage.
+        trained with the sample's advantage, except for answers with `aside`.
 
         Args:
           messages: conversation, in OpenAI's form.

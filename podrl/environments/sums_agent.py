@@ -12,7 +12,7 @@ from podrl import agent
 from podrl.environments.calculator import calculator
 from podrl.mappings import ChatMessage, JsonObject
 
-_CALLS = 2  # largest number of the calculator's calls for one sum
+_CALLS = 2  # largest number of answers that may call the calculator, for one sum
 _TOOL = {
     "type": "function",
     "function": {

@@ -27,7 +27,7 @@ def serve(tool: Callable[..., str], transport: str, **address: str | int) -> Non
         try:
             text, failed = tool(*args, **kwargs), False
         except ValueError as error:
-            # An error raised here would get other words from package mcp than the error of a Python tool has.
+            # If the error were raised here, package mcp would word it differently from the error of a Python tool.
             text, failed = f"ValueError: {error}", True
         return CallToolResult.model_validate({"content": [{"type": "text", "text": text}], "isError": failed})
 

@@ -220,7 +220,7 @@ class RemoteModel:
 
         Returns:
           The answer: 'text', 'failed' (the kind of failure, or ''), 'seconds' (time of the call) and 'replayed'
-          (whether the answer comes from the journal or the log).
+          (True if the answer came from the journal).
         """
         description = f"{name} {json.dumps(arguments, sort_keys=True)}"
         return await self._request(self._next_number(), {"what": description, "tool": key, "arguments": arguments})

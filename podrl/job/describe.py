@@ -289,7 +289,7 @@ def _set_lines(job: Job) -> list[str]:
 
 
 def algorithm_lines(job: Job, on: Meshes) -> list[str]:
-    """Lists the batch arithmetic in words, the algorithm's formulas, and warnings."""
+    """Lists the batch arithmetic in words, the algorithm's formulas, the guarantee for a resumed run, and warnings."""
     limit = job.rollout.max_tokens_to_generate
     formulas = [*job.algo.formula(limit).splitlines(), *job.algo.describe(limit)]
     return [

@@ -211,7 +211,7 @@ class OpenBatch:
         self._end(sample, (completion, fields))
 
     def leave_out(self, sample: int) -> None:
-        """Marks a sample as ended without a completion; only the other samples of its prompt are scored."""
+        """Marks a sample as ended without a completion; the sample is not scored."""
         self._end(sample, None)
 
     def missing(self) -> list[int]:

@@ -135,7 +135,7 @@ class CodeTests:
         return rewards
 
     def _warn(self, verdict: Verdict) -> None:
-        """Warns, once in a job, about a failed test if the test may be at fault and not the program.
+        """Warns, once in each worker process, about a failed test if the test may be at fault and not the program.
 
         The test gave the program a value that is not plain data, such as a function. The test is not refused, because
         it may give other programs plain data only.

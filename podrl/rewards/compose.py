@@ -108,7 +108,7 @@ class RewardConfig:
             _resolve(fn, self, key)
 
     def require(self, *, environment: bool) -> None:
-        """Raises ValueError if no function, model or environment gives rewards, or if weights are missing."""
+        """Raises ValueError if no function, model or environment gives rewards, or if a function lacks a weight."""
         self.check_weights()
         if not self.fns and not self.model and not environment:
             raise ValueError("reward.fns is empty: name at least one reward function, or a reward.model.")
@@ -723,7 +723,7 @@ def _in_thread(fn: Callable[..., Any], part: RewardCall, deadline_s: float) -> J
     return replies[0]
 
 
-# Name of a built-in function -> its module.
+# The module of each built-in function, by the function's name.
 _BUILT_IN = {name: reference.__name__ for name in reference.BUILT_IN} | {
     "r1_format": formats.__name__,
     "math_equal": math_answer.__name__,

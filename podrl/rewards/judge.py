@@ -102,8 +102,8 @@ def judge(
 ) -> list[float]:
     """Asks the judge for a score of every completion, from 0 to 1.
 
-    The training process sends the requests, because it alone has the judge's token; processes that run users' code
-    never do.
+    The calling process sends the requests itself, because the processes that run users' code do not have the judge's
+    token.
 
     Args:
       prompts: prompt of each sample, shown to the judge.

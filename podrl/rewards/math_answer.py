@@ -10,7 +10,8 @@ from podrl.rewards import numbers
 from podrl.rewards.answers import closed_answer
 from podrl.runtime.plain import references
 
-# Seconds for one answer. math-verify ends a longer comparison by SIGALRM, so it must run on the main thread.
+# Seconds in which math-verify must read a text, or compare two. It ends longer work by SIGALRM, so it must run on the
+# main thread.
 _LIMIT_S = 5
 # Largest relative difference of values that count as equal. math-verify alone would round them to six decimals. It
 # computes values with 53 bits, so equal values may differ by rounding.

@@ -93,7 +93,7 @@ class Gauges:
         spent = self._spent
         spent["start"] += sum(values.get(name, 0.0) for name in _BEGINNING)
         spent["evaluation"] += values.get("time/evaluation", 0.0)
-        # The record of an evaluation has no time/step. Its times are from the last step on, or from the start.
+        # The record of an evaluation has no time/step. Its times are those since the last step, or since the start.
         if "time/step" not in values:
             spent["checkpoint"] += values.get("time/checkpoint", 0.0)
             counted = (*_BEGINNING, "time/evaluation", "time/checkpoint")

@@ -60,7 +60,7 @@ class Past:
     def setting(self, key: str, default: Any) -> Any:
         """Returns a value of the configuration, or `default` if it is absent or None.
 
-        Key 'algo.NAME' is NAME in the section of the run's algorithm.
+        Key 'algo.NAME' is NAME in the section `section`.
         """
         group, _, name = key.partition(".")
         section = self.config.get(self.section if group == "algo" else group) or {}
@@ -69,7 +69,7 @@ class Past:
 
     @property
     def section(self) -> str:
-        """Returns the name of the algorithm's section in the configuration: 'grpo' or 'ppo'."""
+        """Returns the section that 'algo.NAME' stands for: 'ppo' for PPO, and 'grpo' for every other algorithm."""
         return "ppo" if self.config.get("algorithm") == "ppo" or "ppo" in self.config else "grpo"
 
     @property

@@ -308,7 +308,7 @@ class Run:
         self.checkpoints = self._checkpoints(savers)
 
     def _last_times(self) -> dict[str, float]:
-        """Returns, by stage, the seconds that each stage before the first step took at the last start of this run."""
+        """Returns the newest recorded seconds of the stages start-up, restoring and evaluation, by stage."""
         earlier = read_metrics(self.workdir) if self.workdir is not None and self.leads else []
         stages = ("start-up", "restoring", "evaluation")
         return {stage: record[name] for record in earlier for stage in stages if (name := f"time/{stage}") in record}

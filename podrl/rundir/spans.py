@@ -47,7 +47,7 @@ class Spans:
         """Adds a span.
 
         Args:
-          name: name of the work; a part ' at step N' is removed.
+          name: name of the work; ' at step N' at its end is removed.
           started, ended: times of `time.monotonic()`.
           lane: name of the thread or part of the process that did the work.
           step: step that the work belongs to; None for the step under way.

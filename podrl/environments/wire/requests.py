@@ -225,7 +225,7 @@ def token_logprobs(request: ParsedRequest, choice: Choice) -> JsonObject | None:
 class UnsentText:
     """Tracks how much of one streamed answer was sent to the client, for each of its choices.
 
-    The client never gets its own stop string, so an end of the text that may begin a stop string is held back.
+    The client never gets its own stop string, so the last characters, which may begin a stop string, are held back.
     """
 
     def __init__(self, request: ParsedRequest) -> None:

@@ -1,6 +1,6 @@
 """System calls that isolate a process on Linux x86-64: namespaces, mounts, a filter of system calls, limits.
 
-This module imports the standard library alone, because it runs in processes that have nothing else.
+This module needs only the standard library, because it runs in processes that have no other packages.
 """
 
 import ctypes

@@ -1,6 +1,7 @@
 """The process that starts sandboxes: it forks a sandbox for every job, and never reads the job itself.
 
-`podrl.rewards.sandbox.host` starts this process with only the standard library and with an empty environment.
+`podrl.rewards.sandbox.host` starts this process with only the standard library, and without the job's environment
+variables.
 """
 
 import gc
