@@ -25,8 +25,8 @@ HELP = "a directory with your code, configuration and small data files; it is co
 CODE_BYTES = 32 << 20
 CODE_FILES = 10_000
 _CONFIGS = pathlib.Path(__file__).resolve().parent.parent / "configs"
-# Names that are never sent as code: git, Python, editors and runs write these files and directories. A directory with
-# metrics.jsonl belongs to a run.
+# Names that are never sent as code: those of version control, of Python and its tools, and .env, which may hold
+# secrets. A directory with metrics.jsonl belongs to a run.
 _NEVER = frozenset(
     {".git", ".hg", "__pycache__", ".venv", ".env", ".ipynb_checkpoints", ".pytest_cache", ".ruff_cache"}
 )
@@ -414,7 +414,7 @@ def _flat(section: Mapping[str, Any], before: str) -> Iterator[tuple[str, str]]:
 
 
 def _devices(mesh: str) -> int:
-    """Multiplies the sizes of a mesh such as 'fsdp=4,tensor=2'; 0 if a size is missing."""
+    """Multiplies the sizes of a mesh such as 'fsdp=4,tensor=2'; 0 if a size is missing or -1."""
     sizes = [part.partition("=")[2] for part in mesh.split(",")]
     return math.prod(map(int, sizes)) if all(size.isdigit() for size in sizes) else 0
 

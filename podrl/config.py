@@ -342,8 +342,9 @@ def section(
 
     A value of the wrong type, or a number outside its `Range`, raises a ValueError that names the key, the value and
     the allowed values. Unknown keywords raise a single ValueError, which names the replacement of each keyword or the
-    most similar name. A field of another system with the value None or False is ignored. Values are converted to the
-    type of their field: a whole number to a float, a list to a tuple, a mapping to a dataclass.
+    most similar name. A field of another system is ignored if its value is None or False, which asks for nothing (see
+    `_FALSE_ASKS`). Values are converted to the type of their field: a whole number to a float, a list to a tuple, a
+    mapping to a dataclass.
 
     Args:
       name: group of the configuration that holds these settings, such as 'trainer'; '' for the whole configuration.
@@ -458,7 +459,8 @@ def _fields_of(cls: type, values: Mapping[str, object], prefix: str = "") -> dic
     """Returns the values whose names are fields of `cls`.
 
     Raises:
-      ValueError: `values` has other names. The fields of other systems with the value None or False are ignored.
+      ValueError: `values` has other names. Fields of other systems are ignored if their value, None or False, asks for
+        nothing.
     """
     hints, advice = types_of(cls), {**COMMON_ADVICE, **getattr(cls, "__refused__", {})}
     asking = [
@@ -479,7 +481,8 @@ def _fields_of(cls: type, values: Mapping[str, object], prefix: str = "") -> dic
 def defaults(cls: type) -> dict[str, Any]:
     """Returns a dataclass's defaults as nested plain mappings; fields without a default are left out.
 
-    A field whose default is None becomes a placeholder of its type, so that command-line overrides are converted to it.
+    Nested settings without a default have the defaults of their own fields. A field whose default is None becomes a
+    placeholder of its type, so that command-line overrides are converted to it.
     """
     from ml_collections import config_dict  # a slow import, which reward workers do not need
 
@@ -541,8 +544,8 @@ def check_text(text: str, hint: object, key: str) -> bool:
       True if the text is 'none' and stands for None, in a field whose other values are numbers; else False.
 
     Raises:
-      ValueError: the field takes only numbers, switches and named values, and the text is none of them. The
-        message is the same as from `check`.
+      ValueError: the field takes only numbers, switches and named values, and the text is none of them; the message is
+        the same as from `check`. Or the text begins as a list and is none.
     """
     options = _options(hint)
     if type(None) in options and text.lower() == "none" and any(_range_of(option) is not None for option in options):

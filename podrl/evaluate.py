@@ -138,7 +138,7 @@ def difference(scores: Scores, others: Scores) -> dict[str, dict[str, float]]:
       others: scores of the second model on the same records.
 
     Returns:
-      'mean', 'records', 'low' and 'high' as in `summary`, for every score that both models have.
+      'mean', 'records', 'low' and 'high' as in `summary`, for every score but 'majority' that both models have.
     """
     shared = [name for name in scores if name in others and name != "majority"]
     found = {}
@@ -463,7 +463,7 @@ class Scoring:
 
 
 def _summaries(scores: Scores, sources: Sequence[str]) -> JsonObject:
-    """Summarises a set, and each source of its records if there are several sources."""
+    """Summarises a set, and the records of each source (a value of the field --by) if there are several sources."""
     names = sorted(set(sources))
     where = {name: np.array([source == name for source in sources]) for name in names}
     split = {name: summary({k: v[rows] for k, v in scores.items()}) for name, rows in where.items()}

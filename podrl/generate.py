@@ -5,8 +5,9 @@
 Each record holds "prompt" (text), "messages" (a conversation for the model's chat template) or, as a task file does,
 "question". If podrl.export wrote --model, a question becomes a prompt in the same way as in the exported run; otherwise
 the chat template formats the question, without a system prompt. The output has one line per prompt, in the order of the
-prompts, with the record's other fields. A line's "index" is the number of the prompt, unless the record has an "index".
-Until all prompts are complete, the finished ones are in FILE.jsonl.partial, and the same command continues from there.
+prompts, with the record's fields and "completions". A line's "index" is the number of the prompt, unless the record has
+an "index". Until all prompts are complete, the finished ones are in FILE.jsonl.partial, and the same command continues
+from there.
 """
 
 import argparse
@@ -213,7 +214,9 @@ def _check(args: argparse.Namespace) -> None:
     check_numbers(args, "n", "max_new", "lanes", "devices")
     out: pathlib.Path = args.out
     if is_remote(os.fspath(out)) or ":/" in os.fspath(out):
-        raise ValueError(f"--out={out} must be a local file: copy it to the bucket afterwards.")
+        raise ValueError(
+            f"--out={out} must be a local file: name a local file, and copy the file to the bucket afterwards."
+        )
     if not is_remote(args.prompts) and os.path.realpath(out) == os.path.realpath(args.prompts):
         raise ValueError(f"--out={out} is the file of --prompts={args.prompts}: give another name.")
     with contextlib.suppress(OSError):  # finds hard links: two names of one file; a missing file is not an error here

@@ -153,7 +153,7 @@ def cut(shape: Sequence[int], sharding: NamedSharding) -> Cut | None:
     """Cuts an array into at most _PARTS equal parts along an axis that lies whole on each device.
 
     TPUs read and write parts of the host's memory in whole tiles: the last axis stays whole, and parts of the axis
-    before it have a multiple of _TILE entries (8 float32 or 16 bfloat16 values).
+    before it have a multiple of _TILE entries. A tile has 8 of these entries in float32, and 16 in bfloat16.
 
     Args:
       shape: shape of the array.

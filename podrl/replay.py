@@ -5,10 +5,10 @@
 The replay starts from the run's newest checkpoint before step N, or with --start=0 from the run's beginning. It repeats
 the steps up to N. With rollout.clock='wall', the clock's decisions are read from the run's journal. RUN is only read.
 
-Without --change, the metrics of the step must equal the recorded metrics bitwise. If the run has a checkpoint of N, the
-weights must be equal, too. With --change, the batch of the step is sampled as in the run. The step is then trained
-twice: with the run's settings, and with the changed ones. The command shows the metrics with changed settings beside
-the recorded metrics, and compares the weight and clip of each token between the two trainings.
+Without --change, the metrics of the step must equal the recorded metrics bitwise. If the run has a checkpoint of N, its
+weights and optimizer state must be equal, too. With --change, the batch of the step is sampled as in the run. The step
+is then trained twice: with the run's settings, and with the changed ones. The command shows the metrics with changed
+settings beside the recorded metrics, and compares the weight and clip of each token between the two trainings.
 
 The run's code, data, model, processes (--local_processes) and kind of devices must be available. Exit code 0: the step
 is equal, or the comparison was shown. 1: the step is different, or the replay was not possible.
@@ -68,7 +68,7 @@ class ReplayedStep:
 
     Attributes:
       start: step of the checkpoint from which the replay started; 0 for the beginning of the run.
-      recorded: metrics of the step in the run, and the checksums of its weights if they are compared.
+      recorded: metrics of the step in the run, and the checksums of its checkpoint if checkpoints are compared.
       found: metrics and checksums of the step in the replay.
       tokens: comparison of the step's tokens without and with changed settings, or the reason why they cannot be
         compared; None without changed settings.

@@ -2,10 +2,11 @@
 
     python -m podrl.serve --model=DIR|RUN|tiny_tools [--port=8100 --context=8192 --parser=hermes ...]
 
-The command prints the address and the key, and answers /v1/chat/completions, /v1/completions, /inference/v1/generate
-and /v1/models under the model name 'policy'. On Ctrl-C or SIGTERM it refuses new requests and gives the open ones 10
-seconds to finish. All requests are sampled in one running batch; each request gets the tokens that it would get alone.
-docs/endpoint.md lists the fields that are honoured, docs/agents.md the settings of an agent's SDK.
+The command prints the address and the key, and answers /v1/chat/completions, /v1/responses, /v1/messages,
+/v1/completions, /inference/v1/generate and /v1/models under the model name 'policy'. On Ctrl-C or SIGTERM it refuses
+new requests and gives the open ones 10 seconds to finish. All requests are sampled in one running batch; each request
+gets the tokens that it would get alone. docs/endpoint.md lists the fields that are honoured, docs/agents.md the
+settings of an agent's SDK.
 """
 
 import argparse

@@ -43,9 +43,10 @@ Loss = Callable[..., tuple[Ratio, dict[str, Ratio]]]
 def check_policy_loss(function: str | Callable[..., Any], **numbers: float) -> None:
     """Checks every property of a policy loss that training relies on.
 
-    The values at masked tokens, the packing of sequences and the split of a batch change neither loss nor gradient.
-    Advantages of 0 give no gradient. Loss and gradient stay finite at extreme ratios. On-policy, the loss raises the
-    likelihood of tokens of positive advantage and lowers the likelihood of tokens of negative advantage.
+    The values at masked tokens, the packing of sequences and the split of a batch change neither loss nor gradient; the
+    split is not checked for a loss that ranks all tokens of a call. Advantages of 0 give no gradient. Loss and gradient
+    stay finite at extreme ratios. On-policy, the loss raises the likelihood of tokens of positive advantage and lowers
+    the likelihood of tokens of negative advantage.
 
     Args:
       function: policy loss, as grpo.policy_loss_fn takes it: a function of your own, 'file.py:function', or the name

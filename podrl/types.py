@@ -262,7 +262,7 @@ class Layout:
     route_BTX: UInt8[Array, "B T X"] | None = flax.struct.field(default=None, kw_only=True)
 
     def sample(self) -> Int[Array, "B T"]:
-        """Number of each token's sample within the row: 1, 2, ...; 0 on padding.
+        """Returns the number of each token's sample within the row: 1, 2, ...; 0 on padding.
 
         The number is the token's segment id, unless samples have several segments. Loss terms over whole samples group
         tokens by this number. The number means nothing on tokens that several samples share; no loss counts them.
@@ -288,7 +288,7 @@ class Batch(Generic[Rows]):
     micro_batches: Int[Array, ""]
 
     def layout(self) -> "Batch[Layout]":
-        """The part of the batch that scoring reads; shares the batch's arrays."""
+        """Returns the part of the batch that scoring reads; it shares the batch's arrays."""
         rows: Any = self.rows
         return Batch(rows.layout, self.micro_batches)
 

@@ -119,9 +119,9 @@ def stale_weight(age_BT: Float[Array, "B T"], mask_BT: Mask, bound: int) -> Floa
     The factor is 1 on masked tokens. Aggregation still divides by all loss tokens, including the tokens left out.
 
     Args:
-      age_BT: age of the token: the number of updates between the weights that sampled it and the trained weights.
+      age_BT: age of the token: the number of steps between the weights that sampled it and the trained weights.
       mask_BT: 1 on loss tokens.
-      bound: largest age that counts, in updates.
+      bound: largest age that counts, in steps.
     """
     return jnp.where(mask_BT.astype(bool) & (age_BT > bound), jnp.zeros_like(age_BT), 1.0)
 

@@ -65,7 +65,7 @@ def mismatch_by_age(
       logprob_BT: trainer's log-probabilities, nats.
       sampler_logprob_BT: the rollout engine's log-probabilities of the same tokens, nats.
       mask_BT: 1 on loss tokens.
-      age_BT: age of each token, in updates.
+      age_BT: age of each token, in steps.
       oldest: largest age.
 
     Returns:
@@ -93,7 +93,7 @@ def ratios_by_age(
       ratio_BT: probability ratios, unitless.
       clipped_BT: True on clipped tokens.
       mask_BT: 1 on loss tokens.
-      age_BT: age of each token, in updates.
+      age_BT: age of each token, in steps.
       oldest: largest age.
 
     Returns:

@@ -301,8 +301,9 @@ class PolicyLoss:
       settings: settings of the loss.
       own: the user's token loss if `settings` name one: (logprob_BT, old_logprob_BT, advantage_BT, mask_BT=,
         length_BT=, segment_BT=) -> loss_BT. None otherwise.
-      oldest: largest age of a token, in updates. From 2 on, rows have ages, and there are metrics for each age.
-      stale_bound: largest age of a token that counts in the policy loss, in updates; None for no bound.
+      oldest: largest age of a token, in steps. If it is 2 or more, the loss reads `age_BT` of the rows and returns
+        metrics for each age.
+      stale_bound: largest age of a token that counts in the policy loss, in steps; None for no bound.
       others: policy losses with other surrogates. A token with the number n > 0 in `loss_BT` of the rows has the
         surrogate of `others[n - 1]`. Correction, KL, entropy and aggregation follow `settings` for all tokens.
     """
@@ -449,7 +450,7 @@ class PolicyLoss:
             weight = CORRECTIONS[settings.correction][2].replace("high", f"{high:g}").replace("low", f"{low:g}")
             lines.append(f"times the sampler correction: {weight}, w = exp(old_logprob - sampler_logprob)")
         if self.stale_bound is not None:
-            lines.append(f"times 0 for tokens drawn by weights more than {plural(self.stale_bound, 'update')} old")
+            lines.append(f"times 0 for tokens drawn by weights more than {plural(self.stale_bound, 'step')} old")
         lines.append(self.formula_without_advantage() or self._aggregation())
         return "\n".join(lines) + "\nr = exp(logprob - old_logprob), A = advantage, sg = no gradient"
 

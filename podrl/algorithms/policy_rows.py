@@ -32,7 +32,7 @@ class PolicyRows:
       weight_BT: factor on the token's loss; None if all tokens weigh the same.
       loss_BT: number of the token's surrogate: 0 for the loss's own surrogate, n for `PolicyLoss.others[n - 1]`; None
         if the loss has one surrogate.
-      age_BT: number of updates between the weights that sampled the token and the weights of the step; None unless
+      age_BT: number of steps between the weights that sampled the token and the weights of the step; None unless
         `PolicyLoss.reads` names `age_BT`.
     """
 

@@ -23,7 +23,7 @@ class Example(NamedTuple):
 def encode(parts: Sequence[TextPart], tokenizer: Tokenizer, limit: Limit) -> Example | TooLong:
     """Encodes parts as one example; each part is encoded on its own, as text that follows the part before it.
 
-    After a part that ends the model's turn it adds the tokenizer's `turn_end_id`.
+    After a part that ends the model's turn, the tokenizer's `turn_end_id` is added.
 
     Raises:
       ValueError: the example is longer than `limit`, and `limit` makes this an error.
@@ -110,7 +110,7 @@ def of_record(
 
 
 def check(record: Record, names: Sequence[str], data: DataConfig) -> str:
-    """Returns the reason why the answers in the fields `names` of a record make no examples; '' if they do."""
+    """Returns the reason why the answers in a record's fields `names` make no examples; '' if they make examples."""
     before = "prompt" if record.get("prompt") is not None else data.question_field
     if not _has_turns(record, names):
         wrong = [name for name in (*names, before) if not isinstance(record.get(name), str)]

@@ -101,14 +101,14 @@ def _temporary() -> "tempfile.TemporaryDirectory[str]":
 def key(*parts: object) -> str:
     """Computes a key of the cache: the checksum of `parts`, which must be JSON values, and of this package's code.
 
-    The code is part of the key, so that a changed reader does not use the results of an older one.
+    The code is part of the key, so that a changed reader does not use the results of an older reader.
     """
     return hashlib.sha256(json.dumps([_code(), *parts]).encode()).hexdigest()
 
 
 @functools.cache
 def _code() -> str:
-    """Computes the checksum of the code that reads records, checks them and takes notes of them."""
+    """Computes the checksum of the code that reads records, checks them and makes their notes."""
     here = pathlib.Path(__file__).parent
     files = [*sorted(here.glob("*.py")), here.parent / "runtime" / "plain.py"]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()

@@ -13,8 +13,8 @@ from jinja2 import nodes
 
 from podrl.mappings import ChatMessage, ToolSchema
 
-# The limit of several quantities: characters that a template adds to the messages, iterations of its loops over ranges,
-# and the size of a number or a text that it computes.
+# The largest size of a number or a text that a template computes. With 8 times the length of the messages and tools
+# added, it also limits the characters that the template writes, and the iterations of its loops over ranges.
 MOST = 1 << 20
 # Names of the template variables that hold the marks around a text inside {% generation %}.
 _MARKS = ("generation_opens_", "generation_closes_")

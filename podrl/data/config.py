@@ -123,8 +123,8 @@ class DataConfig:
       path: an embedded task, 'problems', 'sums' or 'facts'; a dataset of reasoning-gym, such as
         'reasoning_gym:chain_sum'; or a file of records (see podrl.data.sources.read). '' if `sources` is set.
       sources: sources of a mixture, used instead of `path`.
-      eval_path: file of held-out records; '' holds out a part of `path`.
-      eval_fraction: share of the questions of `path` that is held out if `eval_path` is ''. An embedded task and a
+      eval_path: file of held-out records; '' holds out a part of `path`, or of each source.
+      eval_fraction: share of the questions of a file that is held out if `eval_path` is ''. An embedded task and a
         dataset of reasoning-gym always hold out a tenth of their questions.
       question_field: name of the record's field with the question. A record may have its question in the field 'prompt'
         or 'messages' instead (docs/data.md).

@@ -44,7 +44,7 @@ def render(
     Args:
       tokenizer: tokenizer whose chat template writes the text.
       messages: the conversation, in a form that podrl.data.shape.turns_fault has accepted.
-      tools: schemas of the functions that the model may call; None for the tokenizer's own.
+      tools: schemas of the functions that the model may call; None takes the tokenizer's own schemas.
       add_generation_prompt: True to end with the opening of the model's turn.
 
     Raises:
@@ -64,7 +64,7 @@ def parts(
     Args:
       tokenizer: tokenizer whose chat template writes the text.
       messages: the conversation, in a form that podrl.data.shape.turns_fault has accepted.
-      tools: schemas of the functions that the model may call; None for the tokenizer's own.
+      tools: schemas of the functions that the model may call; None takes the tokenizer's own schemas.
       first: index of the first message that may be learned; the assistant's turns before it are not learned.
 
     Raises:
@@ -146,7 +146,7 @@ class _Writing:
         """Finds a form of the messages that the template writes in full.
 
         Raises:
-          ValueError: there is no such form; the message says what is wrong with the messages as they were passed.
+          ValueError: the template writes no form in full; the error is about the messages as they were passed.
         """
         self._tokenizer = tokenizer
         self.write = functools.partial(tokenizer.apply_chat_template, tools=tools)
@@ -183,7 +183,7 @@ class _Writing:
         )
 
     def marked(self) -> list[_Span]:
-        """Returns the parts that the template itself marks as the model's words; none if it has no usable marks."""
+        """Returns the parts that the template itself marks as the model's words; empty if it has no usable marks."""
         opens, closes = f"{self._word}o", f"{self._word}c"
         text = self.write(self.messages, add_generation_prompt=False, marks=(opens, closes))
         pieces = re.split(f"({opens}|{closes})", text)
@@ -555,7 +555,7 @@ def prompt(
     name = shape.prompt_field(record, question_field)
     value = record[name]
     if isinstance(value, list):
-        tools = None if tokenizer.tools else shape.schemas(record)  # every prompt offers the job's tools if it has some
+        tools = None if tokenizer.tools else shape.schemas(record)  # if the job has tools, every prompt offers them
         return TextPart(render(tokenizer, shape.conversation(record, name), tools=tools), rendered=True)
     if name == "prompt" and question_field != "prompt":
         return TextPart(value)

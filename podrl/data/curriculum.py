@@ -46,12 +46,12 @@ class ChosenStream(Stream[Item], Generic[Item]):
         # Records are numbered through all sources; this lists the number of each source's first record.
         self._starts = list(itertools.accumulate(map(len, self._sources), initial=0))
         self._walks = [_Walk(len(one), shuffle_seed, k) for k, one in enumerate(self._sources)]
-        self._drawn_of = [0] * len(self._sources)  # by source: number of items decided so far
+        self._drawn_of = [0] * len(self._sources)  # number of items decided so far, by source
         # For each source: how many items were decided so far, first from the walk, then from each pool with a share.
         self._wanted_of = [[0] * (1 + len(curriculum.config.shares)) for _ in self._sources]
         self._first, self._ids = 0, []  # position of _ids[0]; numbers of the newest batches' records
         self._brought_back = 0
-        self._long: list[set[int]] = [set() for _ in self._sources]  # by source: records known to be too long
+        self._long: list[set[int]] = [set() for _ in self._sources]  # records known to be too long, by source
 
     def take(self, count: int) -> list[Item]:
         """Returns the `count` items of the next batch; `count` must be the same in every call.
@@ -71,7 +71,7 @@ class ChosenStream(Stream[Item], Generic[Item]):
         return items
 
     def state(self) -> bytes:
-        """Returns the stream's position, as JSON. The pass rates are not in it: `Curriculum.memory` returns them."""
+        """Returns the stream's position, as JSON, without the pass rates, which `Curriculum.memory` returns."""
         own = {
             "walks": [walk.position for walk in self._walks],
             "drawn": self._drawn_of,
@@ -239,7 +239,7 @@ class _Draw(Generic[Item]):
 
 
 class _Queue:
-    """Yields the records of a pool, the one visited longest ago first; equally old visits are ordered by number.
+    """Yields the records of a pool, the record visited longest ago first; equally old visits are ordered by number.
 
     Only the first `needed` records are sorted at once; the rest is sorted when the caller gets that far.
     """

@@ -124,8 +124,7 @@ class Fact:
         return [*self._search(key), self._answered(f"{key}-0")]
 
     def half_known(self, draw: RandomDraws) -> list[TextPart]:
-        """Writes a poor answer: usually a guess; otherwise a search, and an answer that cites no document or an unknown
-        one."""
+        """Writes a poor answer: usually a guess; otherwise a search, and an answer without or with a wrong citation."""
         kind = draw.between(0, 9)
         if kind < 7:
             first, *rest = self.answer

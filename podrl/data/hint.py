@@ -12,7 +12,7 @@ _QUESTION_SLOT = "prompt"  # name of the slot that stands for the text of the qu
 
 
 def with_hint(record: Record, fields: TaskFields, hint: str, question_field: str) -> Record:
-    """Returns the record with a hint in its question: the last turn of the user, the prompt, or the field `question`.
+    """Returns the record with a hint in its question: in the user's last turn, in the prompt, or in a field of its own.
 
     Args:
       record: record with a question (podrl.data.shape).

@@ -1,4 +1,4 @@
-"""Streams of labelled answers, as batches of tokens: a prompt, an answer, and whether the answer is a good one."""
+"""Streams of labelled answers, as batches of tokens: a prompt, an answer, and whether the answer is desirable."""
 
 import dataclasses
 import logging

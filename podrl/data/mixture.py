@@ -34,15 +34,16 @@ class OpenedSource:
     """A source that has been opened.
 
     Attributes:
-      name: name of the source; '' if it is the only source.
+      name: name of the source; '' if the records come from data.path and not from data.sources.
       config: settings of a job that has this source only.
       train: records to train on.
       held_out: records held out.
       weight: share of the prompts that are drawn from this source, relative to the other sources' weights.
-      unanswered: text that names the source's first record without an answer and its fields; '' if all have one.
+      unanswered: text that names the source's first record without an answer, and the record's fields; '' if all
+        records have answers.
       counts: number of the source's records, by their use: 'used', 'held out', ...
       fields: fields that the settings add to the source's records.
-      hashes: question hashes of the records to train on; empty for an embedded task.
+      hashes: question hashes of the records to train on; empty for a task that generates its records.
     """
 
     name: str
@@ -65,8 +66,8 @@ class OpenedSources:
       evaluation: records of data.eval_path; None if data.eval_path is ''.
       unanswered: an entry for each file that has a record without an answer: (text that names the record and its
         fields, reward functions that only the file's source has, possibly none).
-      evaluation_unanswered: text that names the first record of data.eval_path without an answer, and its fields; ''
-        if all have one.
+      evaluation_unanswered: text that names the first record of data.eval_path without an answer, and the record's
+        fields; '' if all records have answers.
     """
 
     parts: Sequence[OpenedSource]
@@ -85,7 +86,7 @@ class OpenedSources:
     def count_shared_questions(self, other: "OpenedSources") -> int:
         """Counts the training records with a question that is also in the training records of `other`.
 
-        The problems of embedded tasks do not count.
+        The problems of tasks that generate their records do not count.
         """
         theirs = np.concatenate([part.hashes for part in other.parts])
         return sum(int(np.isin(part.hashes, theirs).sum()) for part in self.parts)
@@ -201,7 +202,7 @@ class _File(NamedTuple):
       dropped: number of records that the transforms dropped, by reason.
       hashes: question hash of every record.
       is_held: True for each record that is held out.
-      unanswered: text that names the first record without an answer and its fields; '' if all have one.
+      unanswered: text that names the first record without an answer and its fields; '' if all records have answers.
     """
 
     records: sources.Records
@@ -244,7 +245,7 @@ def _file(config: DataConfig, source: SourceConfig | None, cache: Cache, form: F
 def _part(
     config: DataConfig, source: SourceConfig | None, file: _File | None, held_hashes: np.ndarray, form: Form | None
 ) -> OpenedSource:
-    """Chooses a source's training records: leaves out every record whose question any source holds out."""
+    """Chooses a source's training records: leaves out each question that a source or data.eval_path holds out."""
     name, fields = (source.label, {SOURCE: source.label, **source.fields}) if source else ("", {})
     if file is None:
         train, held_out = _generated(config)

@@ -14,7 +14,7 @@ from podrl.mappings import Record
 
 
 class Notes:
-    """The notes of the records of one source, in their order."""
+    """The notes of one source's records, in their order: hash of the question, and whether there is an answer."""
 
     def __init__(self, question_field: str, answer_field: str) -> None:
         """Makes empty notes; the arguments name the record's fields with the question and the answer."""
@@ -71,11 +71,11 @@ class Notes:
 
     @property
     def hashes(self) -> np.ndarray:
-        """The hash of every record's question; equal if two records ask the same, as `shape.same_question` says."""
+        """The hash of every record's question; equal for the same question, as `shape.same_question` compares them."""
         return np.frombuffer(self._hashes, np.uint64)
 
     def unanswered(self, records: Records) -> str:
-        """Names the place and the fields of the first record without an answer; '' if every record has one."""
+        """Names the place and the fields of the first record without an answer; '' if every record has an answer."""
         missing = np.flatnonzero(np.frombuffer(self._answered, np.int8) == 0)
         if not len(missing):
             return ""
@@ -94,7 +94,7 @@ class Subset(Sequence[Record]):
     """A part of a source's records, in the source's order."""
 
     def __init__(self, source: Source, indices: np.ndarray) -> None:
-        """Selects the records of `source` at `indices`, which rise."""
+        """Selects the records of `source` at `indices`, which are in rising order."""
         self._source, self._indices = source, indices
 
     def __len__(self) -> int:

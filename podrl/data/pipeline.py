@@ -75,7 +75,7 @@ class PromptStream(BatchStream[_Task]):
           prompts_per_step: number of prompts in a step of the whole job.
           max_prompt_length: largest number of tokens of a prompt; also the width of every batch.
           shuffle_seed: seed of the order; None keeps the source's order.
-          long_prompts: treatment of a longer prompt: 'skip' leaves it out and counts it, 'error' raises.
+          long_prompts: treatment of a longer prompt: 'skip' leaves it out and counts it, 'error' raises an error.
           unanswered: value of the attribute `unanswered`.
           curriculum: settings of the choice of prompts by their pass rates. With None, or settings that decide
             nothing, every prompt has its turn.
@@ -267,8 +267,8 @@ def _fixed(
 def longest_prompt(config: DataConfig, tokenizer: Tokenizer, *, look: int = 8192) -> int:
     """Finds the length of the longest of the first `look` training prompts, in tokens, rounded up to a multiple of 64.
 
-    Warns if it is far longer than the others. The data cache (`config.cache`) keeps the result, because rendering
-    thousands of prompts delays a start.
+    Warns if this prompt is far longer than the other prompts. The data cache (`config.cache`) keeps the result, because
+    rendering thousands of prompts delays a start.
     """
     cache = Cache(config.cache)
     name = _key_of_longest(config, tokenizer, look, cache)
@@ -352,7 +352,7 @@ def has_format(config: DataConfig) -> bool:
 
 
 def system_prompt(config: DataConfig) -> str:
-    """Returns the instructions before every question; '' for none."""
+    """Returns the instructions before every question; '' for none, and for 'auto' that no reward function replaced."""
     return "" if config.system_prompt == AUTO else config.system_prompt
 
 

@@ -105,7 +105,7 @@ class ProblemGenerator(Generic[P]):
         """Returns the first `count` problems of a stream with different keys, as a fixed evaluation set.
 
         Raises:
-          ValueError: the task has fewer different problems.
+          ValueError: the first 1000 + 100 * `count` problems of the stream have fewer different keys.
         """
         chosen: dict[str, P] = {}
         index = 0

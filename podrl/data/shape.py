@@ -1,6 +1,6 @@
 """The shape of a record: the question, as `messages`, a `prompt` or a question's field, and the answer if there is one.
 
-Training, the Python API and podrl.generate read the fields of records only by these functions.
+Training, the Python API and podrl.generate find the question and the answer of a record by these functions.
 """
 
 import json
@@ -146,8 +146,7 @@ def turns_fault(turns: object, *, tools: object = None) -> str:
 
 
 def is_learned(turn: ChatMessage) -> bool:
-    """Returns True for a turn of the assistant that must be learned: its 'weight', a field of OpenAI's form, is not
-    0."""
+    """Returns True for a turn of the assistant, unless the turn's 'weight', a field of OpenAI's form, is 0."""
     return turn["role"] == "assistant" and turn.get("weight") != 0
 
 
@@ -276,7 +275,8 @@ def fields(record: Record, question_field: str = QUESTION, answer_field: str = A
     `question` is the text of the question. If the record has an answer, `solution` is the text of the answer, and
     `answer` is the part of it after '####', or all of it without '####'. If the record lists several right answers,
     `solution` and `answer` are lists. A record's own field `solution` is kept. All other fields keep their names and
-    values. The fields of the question and the answer keep them too, if their names are not 'question' and 'answer'.
+    values. So do the fields of the question and the answer, unless these fields are called 'messages',
+    'prompt', 'question' or 'answer'.
 
     Raises:
       ValueError: the answer is neither a text nor a finite number nor a list of these.

@@ -31,7 +31,7 @@ from podrl.storage import hub
 from podrl.storage.regular import regular
 from podrl.storage.storage import first_line, is_remote, locate
 
-Check = Callable[[Record, str], None]  # takes a record and its place; raises ValueError
+Check = Callable[[Record, str], None]  # takes a record and its place; raises ValueError to refuse the record
 _JSONL, _ARRAY_RECORD = ".jsonl", ".array_record"
 _MARK = b"\xef\xbb\xbf"  # the byte-order mark, with which some programs begin UTF-8 files
 csv.field_size_limit(1 << 30)  # in characters; the library's default, 131,072, is too few for a long document
@@ -229,7 +229,8 @@ def read(
         gs://; 'tfds:NAME/SPLIT'; or 'hf:ORG/NAME:CONFIG:SPLIT' of the hub. A `*` in the last part of a path stands for
         several files, which are read in the order of their names.
       one_of: names of columns; a table (.csv, .parquet) must have at least one of them.
-      check: function of (record, its place) that is called with every record in order, and raises ValueError.
+      check: function of (record, its place) that raises ValueError to refuse the record. It is called with every record
+        in order, except the records that `cache` holds.
       split: beginning of the names of the files to read, if `path` is a directory.
       cache: cache of .jsonl files that were read before, so that they are not read again.
       as_written: True to leave conversations in the form of the file.
@@ -272,7 +273,7 @@ def _read(path: str, one_of: Sequence[str], accept: Check, split: str, cache: Re
 
 
 def identity(path: str, split: str = "") -> tuple[object, ...]:
-    """Identifies the content of a path's files: the result changes if a file's name, size or time does.
+    """Identifies the content of a path's files: the result changes if a file's name, size or time changes.
 
     Raises:
       FileNotFoundError: nothing matches the path.
@@ -301,7 +302,7 @@ def files(path: str) -> list[epath.Path]:
     """Resolves a path or pattern to files, sorted by name; a `*` in the name of an existing file is not a pattern.
 
     Raises:
-      FileNotFoundError: nothing matches the path, or it is a directory.
+      FileNotFoundError: nothing matches the path, or the path is a directory.
     """
     if path.startswith(hub.DATA):
         return [epath.Path(file) for file in hub.data_files(path)]

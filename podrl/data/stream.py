@@ -14,8 +14,8 @@ from podrl.types import BatchError
 
 Item = TypeVar("Item")
 _log = logging.getLogger(__name__)
-# The largest number of consecutive items that may be too long. One more such item is an error, because a run that skips
-# through a large source would look like a hang.
+# It is an error if this many consecutive items are too long, because a run that skips through a large source would
+# look like a hang.
 MOST_IN_A_ROW = 10_000
 _REPORT_EVERY = 1000  # number of records after which a check reports its progress again
 
@@ -39,7 +39,7 @@ class Mixture(NamedTuple):
 
     Attributes:
       sources: sources of the mixture, each with its records by index.
-      weights: share of the items that are drawn from each source, relative to the others.
+      weights: share of the items that are drawn from each source, relative to the other sources' weights.
       names: names of the sources.
     """
 
@@ -60,7 +60,7 @@ class Limit:
     Attributes:
       tokens: largest number of tokens of an item.
       key: name of the setting with this limit, for messages.
-      beyond: treatment of a longer item: 'skip' leaves it out, 'error' raises.
+      beyond: treatment of a longer item: 'skip' leaves it out, 'error' raises an error.
     """
 
     tokens: int
@@ -86,7 +86,7 @@ class Limit:
 
 
 class Stream(Generic[Item]):
-    """An endless, exactly resumable walk through a source, reshuffled in every epoch.
+    """An endless, exactly resumable walk through a source or a mixture; a seed reshuffles it in every epoch.
 
     Attributes:
       records: number of records of all sources.
@@ -146,7 +146,8 @@ class Stream(Generic[Item]):
         """Returns the next `count` items.
 
         Raises:
-          ValueError: every record is too long.
+          BatchError: a record cannot be prepared.
+          ValueError: every record, or MOST_IN_A_ROW items in a row, are too long.
         """
         items = [self._next() for _ in range(count)]
         self.emitted += count
@@ -172,8 +173,8 @@ class Stream(Generic[Item]):
     def look(self, most: int) -> None:
         """Prepares the first `most` records of every source, and warns if some of them are too long.
 
-        If all are too long, it searches for the next record that fits, as a run would. The stream's position does not
-        change.
+        If all of these records are too long, the method goes on to the next record that fits, as a run would. The
+        stream's position does not change.
 
         Raises:
           BatchError: a record cannot be prepared; the message names its place.
@@ -216,7 +217,8 @@ class Stream(Generic[Item]):
         """Continues at a position that `state` returned.
 
         Raises:
-          ValueError: the state belongs to another number of records, another seed or other tools.
+          ValueError: the state belongs to another number of records, another seed, other sources or other tools, or
+            only one of the two streams has a curriculum.
         """
         saved = json.loads(state)
         for name, now, key in (("records", self.records, "data.path"), ("seed", self._seed, "data.seed")):

@@ -48,7 +48,7 @@ class Sum:
     def called(self) -> list[TextPart]:
         """Writes an answer that uses the calculator: the call, its output (which is not learned), and the answer."""
         call = f"{template.CALL_START}{self.expression}{template.CALL_END}"
-        # Character for character the output that podrl.environments writes.
+        # The output is, character for character, the output that podrl.environments writes.
         output = f"\n{template.OUTPUT_START}{self.answer}{template.OUTPUT_END}\n\n"
         return [TextPart(call, learned=True), TextPart(output), template.answered(self.answer)]
 

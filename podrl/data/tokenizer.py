@@ -28,7 +28,7 @@ FILES = (
 )
 ORDINARY = -1  # stands for any token that is not special
 # A text that continues another text is encoded after an anchor, so that it is not encoded like a beginning. The anchor
-# is the first of these texts with which it shares no token.
+# is the first of the texts below that shares no token with the text to encode.
 _ANCHORS = ("\n", "0", ".", "a")
 _WORD = "zq0x"  # stands for the model's words, or for a call's name, in a rendering that shows how a turn ends
 _USER_TURN = {"role": "user", "content": "ask"}
@@ -169,7 +169,7 @@ class Tokenizer:
         return next((own for own in found if own is not None), ids)
 
     def _split_behind(self, anchor: str, text: str) -> list[int] | None:
-        """Encodes a text after the text `anchor`; None if a token holds characters of both."""
+        """Encodes a text after the text `anchor`; None if a token holds characters of both texts."""
         before, ids = self._backend.encode(anchor), self._backend.encode(anchor + text)
         return ids[len(before) :] if ids[: len(before)] == before else None
 
@@ -206,7 +206,7 @@ class Tokenizer:
             ids = self._encode_behind(text, behind)
             if self._special.isdisjoint(ids):
                 return ids
-        # The text is cut after the first character of every special token, so that no piece holds a whole one.
+        # The text is cut after the first character of every special token, so that no part holds a whole special token.
         cuts = [0, *(found.start() + 1 for found in self._starts.finditer(text)), len(text)]
         ids: list[int] = []
         for start, end in itertools.pairwise(cuts):
@@ -249,7 +249,7 @@ class Tokenizer:
 
     @functools.cached_property
     def splits_text(self) -> bool:
-        """True if the bytes of a text's tokens, as `token_bytes` returns them, join to the bytes of the text."""
+        """True if the bytes of a test text's tokens, as `token_bytes` returns them, join to the bytes of the text."""
         text = "It is 42, or (1.5)x!\n\n a  b"  # other characters may be unknown to a small vocabulary
         return b"".join(map(self.token_bytes, self.encode_plain(text))) == text.encode()
 
@@ -275,7 +275,7 @@ class Tokenizer:
         Args:
           messages: mappings with 'role' (system, user, assistant or tool) and 'content'.
           add_generation_prompt: True to end with the opening of the model's turn.
-          tools: schemas of the functions that the model may call; None for the tokenizer's own.
+          tools: schemas of the functions that the model may call; None takes the tokenizer's own schemas.
           marks: two texts, written before and after each stretch that the template marks as the model's words.
 
         Raises:
@@ -372,7 +372,7 @@ class Tokenizer:
         template's.
 
         Raises:
-          ValueError: there are none, or one of them is not in the vocabulary.
+          ValueError: there are no end tokens, or one of them is not in the vocabulary.
         """
         name = self._tokens.get("eos_token", "")
         own = self._backend.token_id(name)
@@ -547,7 +547,7 @@ class _Json:
         self._add(path, named)
         self.size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         tokens = self._tokenizer.get_added_tokens_decoder()
-        # As in transformers, a token is special if either file says so.
+        # As in transformers, a token is special if tokenizer.json or tokenizer_config.json says so.
         special = {i for i, token in tokens.items() if token.special} | {
             i for i, (_, is_special) in named.items() if is_special
         }

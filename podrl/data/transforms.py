@@ -83,7 +83,7 @@ def transformed(
 
     Args:
       source: records of the source.
-      content: checksum of the files that hold them.
+      content: checksum of the files that hold the records.
       steps: transforms of the source, applied in this order.
       cache: cache that the result is written to.
 

@@ -47,7 +47,10 @@ class PartialSoftmax:
         return PartialSoftmax(top, mass + mass2, value + value2)
 
     def with_sinks(self, sinks: tuple[Array, ...]) -> "PartialSoftmax":
-        """Adds an attention sink: a key with the value 0. `sinks` holds one array of its scores; () adds no sink."""
+        """Adds an attention sink, which is a key with the value 0.
+
+        `sinks` has one array with the sink's score for each query, or is () to add no sink.
+        """
         part = self
         for sink_q in sinks:
             top = jnp.broadcast_to(sink_q.astype(jnp.float32), part.top.shape)
@@ -165,7 +168,7 @@ def kernel_attention(
     gpu: bool = False,
     interpret: bool = False,
 ) -> Float[Array, "R N H"]:
-    """Computes `decode_attention` in a kernel: on TPUs `podrl.engine.page_attention`, which reads each page once.
+    """Computes the output of `decode_attention` in a Pallas kernel for TPUs or GPUs, without scratch arrays.
 
     Here, too, a sample's result does not depend on its lane, its pages or its neighbours, but its last bits differ from
     those of `decode_attention`. The other arguments are those of `decode_attention`.
@@ -173,7 +176,8 @@ def kernel_attention(
     Args:
       tensor: True if heads are cut over the mesh's axis `tensor`. XLA cannot partition a kernel, so the kernel is
         mapped over the axis here.
-      gpu: True if the devices are GPUs (`podrl.engine.page_attention_gpu`).
+      gpu: True for the kernel of GPUs (`podrl.engine.page_attention_gpu`), False for the kernel of TPUs
+        (`podrl.engine.page_attention`).
       interpret: True to run the kernel on CPU, slowly.
     """
     R, N, H = q_RNH.shape
@@ -225,10 +229,10 @@ def kernel_attention(
 
 
 def loop_counts(reads: ReadList) -> dict[str, int]:
-    """Counts, from a read list on the host, how often each loop of a decode step runs and how many pages kernels read.
+    """Counts, from a read list on the host, the iterations of each loop and the page reads of a layer's decode step.
 
     Returns:
-      The counts, by the named scope of the loop or the name of the kernel.
+      The counts of iterations by the named scope of the loop, and of page reads by the name of the TPU kernel.
     """
     return {
         "shared_reads": -(-int(reads.total_2[0]) // SHARED_BLOCK),
@@ -241,7 +245,10 @@ def loop_counts(reads: ReadList) -> dict[str, int]:
 
 
 def make_scratch(reads: ReadList, kv_heads: int, heads: int, head_dim: int) -> tuple[PartialSoftmax, PartialSoftmax]:
-    """Allocates arrays for the partial results of shared reads, (U * W, K, N/K), and of own reads, (O, K, N/K)."""
+    """Allocates arrays for the partial results of shared reads, (U * W, K, N/K), and of own reads, (O, K, N/K).
+
+    The values have the head dimension as a last dimension besides.
+    """
 
     def room(*rows: int) -> PartialSoftmax:
         shape = (*rows, kv_heads, heads // kv_heads)
@@ -260,12 +267,12 @@ def recent_attention(
     softcap: float,
     sinks: tuple[Float[Array, " N"], ...] = (),
 ) -> PartialSoftmax:
-    """Attends to the tokens fed in this dispatch, and to the sinks.
+    """Computes each lane's attention to the tokens that it has fed in this dispatch, and to the sinks.
 
     Args:
       q_RNH: scaled, rotated queries.
       k_RKCH, v_RKCH: keys and values of the dispatch so far; C is the number of its decode steps.
-      step: number of the present decode step, from 0; the query's own token has this place among the C keys.
+      step: number of the present decode step, from 0; also the index of the query's own token among the C keys.
       window, softcap: arguments of `decode_attention`.
       sinks: scores of the heads' sinks, in one array, see `podrl.models.attention.attention`; () if heads have none.
 
@@ -357,7 +364,7 @@ def _gather(
     longest: Int[Array, ""],
     stride: int,
 ) -> PartialSoftmax:
-    """Merges the partial results of each lane's reads into its result, in order.
+    """Merges the partial results of each lane's reads into the lane's result, in the order of the reads.
 
     Iterations of the loop after a lane's last read leave the lane's result unchanged.
     """

@@ -16,18 +16,22 @@ Ability = Literal["windows", "greedy_members", "tells"]
 @section("rollout")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingSettings:
-    """Sampling settings. Every value is traced: changing it recompiles nothing.
+    """Sampling settings.
+
+    Changing a value recompiles nothing: the numbers are arguments of the compiled programs, and stop strings are
+    searched on the host.
 
     The temperature applies first, then top-k, top-p and min-p, each to the tokens that the previous filter kept. Tokens
     that are exactly as likely as a filter's last kept token are kept, too.
 
     Attributes:
       temperature: divisor of the logits; 0 takes the most likely token (greedy).
-      top_p: probability that the kept tokens must reach together; the fewest most likely tokens that reach it are kept.
-        1 or None is off.
+      top_p: share of the probability left after top-k; the fewest most likely tokens that reach this share together
+        are kept. 1 or None is off.
       top_k: number of most likely tokens to keep; None or 0 is off.
       min_p: least probability of a kept token, as a fraction of the most likely token's probability; 0 is off.
-      stop_strings: texts that end (or, with tools, pause) a sample as soon as its completion contains one of them.
+      stop_strings: texts that end a sample, or end a turn of a sample with an environment, as soon as the sampled text
+        contains one of them.
     """
 
     temperature: NonNegative = 1.0
@@ -136,11 +140,11 @@ class RolloutConfig(SamplingSettings):
       pool_tokens: tokens of key/value cache per data-parallel shard; None makes room for every lane's longest request.
         With a smaller pool, the scheduler moves caches of samples to the host when the pool is full.
       prefill_tokens: number of tokens prefilled per device call and shard; longer prompts are prefilled in chunks.
-      members_per_read: number of samples of one prompt that read a prompt page together; should be about the group
-        size.
+      members_per_read: largest number of samples of one prompt that read a prompt page together; should be about the
+        group size.
       window_tokens: number of tokens that a sample draws under each version of the weights except its last version; a
         multiple of steps_per_dispatch. None computes the number from the lengths of earlier samples. Has an effect with
-        max_staleness of 2 or more (docs/async.md).
+        clock='tokens' and max_staleness of 2 or more (docs/async.md).
       clock: rule that decides where weights change inside samples and which samples make a batch; has an effect with
         max_staleness of 1 or more. 'tokens' counts each sample's tokens, so that a killed and resumed run ends with
         bitwise the same weights. 'wall' takes the samples that finish first, for tools that take minutes; it records
@@ -199,15 +203,15 @@ class RolloutConfig(SamplingSettings):
         if self.response_tokens < self.max_tokens_to_generate:
             raise ValueError(
                 f"rollout.max_response_tokens={self.max_response_tokens} counts sampled and appended tokens: it must "
-                f"be at least rollout.max_tokens_to_generate={self.max_tokens_to_generate}, which counts the sampled "
-                "ones."
+                f"be at least rollout.max_tokens_to_generate={self.max_tokens_to_generate}, which counts "
+                "sampled tokens only."
             )
         if self.max_prompt_length + self.response_tokens > self.kv_cache_size:
             key = "max_tokens_to_generate" if self.max_response_tokens is None else "max_response_tokens"
             raise ValueError(
                 f"rollout.max_prompt_length={self.max_prompt_length} + rollout.{key}={self.response_tokens} "
-                f"exceed rollout.kv_cache_size={self.kv_cache_size}: raise it, or lower "
-                "rollout.max_prompt_length (data.long_prompts says what becomes of longer ones)."
+                f"exceed rollout.kv_cache_size={self.kv_cache_size}: raise rollout.kv_cache_size, or lower "
+                "rollout.max_prompt_length (data.long_prompts decides what happens to longer prompts)."
             )
 
         pool, longest = self.pool_tokens, self.longest_pages
@@ -242,8 +246,8 @@ class RolloutConfig(SamplingSettings):
         """Raises ValueError if samples have an environment and max_response_tokens is not set."""
         if environment and self.max_response_tokens is None:
             raise ValueError(
-                "rollout.max_response_tokens is not set, and the samples have an environment: set the most tokens of a "
-                "sample, sampled and appended tokens together. It must exceed rollout.max_tokens_to_generate="
+                "rollout.max_response_tokens is not set, and the samples have an environment: set it to the largest "
+                "number of sampled and appended tokens of a sample. It must exceed rollout.max_tokens_to_generate="
                 f"{self.max_tokens_to_generate} by the tokens that tools and environment may add."
             )
 

@@ -53,7 +53,7 @@ class Device:
         Args:
           engine: programs of the engine.
           state: pools and lanes.
-          params: parameters prepared by the engine.
+          params: weights in the form that `Engine.prepare` returns.
           broadcast: function that sends the name and the arguments of every call to the other hosts of the mesh.
         """
         self.engine, self.state, self._params, self._broadcast = engine, state, params, broadcast
@@ -95,7 +95,7 @@ class Device:
     def spill(self, store: str, shard: int, pages: Sequence[int], place: int) -> None:
         """Copies a store, the cache of a prompt or sample, to the host.
 
-        A store has at most J pages. For models with linear attention its memory at `place` is copied, too.
+        A store has at most J pages. For models with linear attention, the store's memory at `place` is copied, too.
         """
         at = shard * self.engine.shape.max_pages
         copies = jax.device_get(self.engine.read_blocks(self.state, self._page_rows(shard, pages)))
@@ -141,7 +141,7 @@ class Device:
         return copy
 
     def _places(self, shard: int, place: int) -> np.ndarray:
-        """Lists a place for each shard: `place` for this shard, `nowhere` for the others."""
+        """Lists a place for each shard: `place` for shard number `shard`, `nowhere` for the other shards."""
         place_X = np.full(self.engine.shards, self.engine.shape.nowhere, np.int32)
         place_X[shard] = place
         return place_X

@@ -26,7 +26,7 @@ from podrl.models.config import ModelConfig
 from podrl.models.sizes import parameter_count
 from podrl.types import DRAWN, PyTree
 
-UNROLLED_LAYERS, UNROLLED_ON_GPU = 12, 64  # see `unrolls`
+UNROLLED_LAYERS, UNROLLED_ON_GPU = 12, 64  # largest numbers of layers that are unrolled (`unrolls`)
 _UNROLLED_BYTES = 4 << 30
 
 
@@ -111,7 +111,7 @@ class Engine:
         self._attending = [m for m in kinds if m.delta is None and not m.reuses_keys]
         self._recurrent = [m for m in kinds if m.delta is not None]
         # Number of each kind of layers, counted among the attention kinds or among the kinds of linear attention.
-        # Layers that reuse keys have the number of the kind that lends the keys.
+        # Layers that reuse keys have the number of the kind whose keys they reuse.
         self._number = [sum((m.delta is None) == (n.delta is None) for n in kinds[:k]) for k, m in enumerate(kinds)]
         for k, kind in enumerate(model.kinds):
             self._number[k] = self._number[kind.keys_of] if kind.keys_of >= 0 else self._number[k]
@@ -272,10 +272,10 @@ class Engine:
         )
 
     def _reader(self, pools: Callable[[DecodeState], tuple[Array, ...]], specs: tuple[Spec, ...]) -> Callable:
-        """Jits `read(state, page_M)`, which copies some pages of each shard.
+        """Jits `read(state, page_M)`, which copies some pages, or places of memories, of each shard.
 
         Args:
-          pools: function that returns the arrays of a state to copy from.
+          pools: function that returns the arrays of a state to copy from: pools or memories.
           specs: specs of these arrays.
         """
 
@@ -303,13 +303,16 @@ class Engine:
         return {**tree, "layers": parameters.as_layers(stacks, self.model)}
 
     def _shown(self, spec: Spec) -> NamedSharding:
-        """Returns the sharding of a result that hosts read: each host of a replica gets all of the replica's rows."""
-        if self.several_hosts:  # rows stay cut over `data`: the hosts of a replica read only the replica's rows
+        """Returns the sharding of a result that hosts read.
+
+        If the mesh has several hosts, each host of a replica gets all of the replica's rows.
+        """
+        if self.several_hosts:  # the result stays cut over `data`, because hosts read only the rows of their replica
             spec = Spec(*("data" if "data" in ((e,) if isinstance(e, str) else e or ()) else None for e in spec))
         return NamedSharding(self.mesh, spec)
 
     def put_rows(self, rows: np.ndarray) -> Array:
-        """Copies a host array onto the mesh, its first axis over the data-parallel shards."""
+        """Copies a host array onto the mesh; its first axis is divided among the data-parallel shards."""
         return self.put(rows, self._rows)
 
     def put(self, array: np.ndarray, place: NamedSharding) -> Array:
@@ -357,8 +360,7 @@ class Engine:
           params: the model's parameters, or their shapes and shardings (`parameters.abstract_params`).
 
         Returns:
-          The programs in the order in which a run first needs them; `program.jitted.lower(*program.args).compile()`
-          builds one.
+          The programs; `program.jitted.lower(*program.args).compile()` builds one.
         """
         s, J = self.shape, self.shape.max_pages
         abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
@@ -774,7 +776,10 @@ class Engine:
     # Memories of linear attention.
 
     def _memory_at(self, memory_LP: Array, index: Array | int, place_B: Array) -> Array:
-        """Reads a layer's memories at the places `place_B`, (B, ...); zeros at the place `nowhere`."""
+        """Returns a layer's linear-attention memories, of shape (B, ...), from the places `place_B`.
+
+        The place `EngineShape.nowhere`, which holds no sequence, gives zeros.
+        """
         somewhere_B = place_B != self.shape.nowhere
         return jnp.where(somewhere_B.reshape(-1, *[1] * (memory_LP.ndim - 2)), memory_LP[index, place_B], 0)
 
@@ -796,7 +801,7 @@ class Engine:
         return dataclasses.replace(state, memories=tuple(copy(memory) for memory in state.memories))
 
     def read_memories(self, state: DecodeState, place_X: np.ndarray) -> tuple[Array, ...]:
-        """Copies the memories at one place of each shard on the device: (L, X, ...) of each array."""
+        """Makes device copies of the memories at one place of each shard; returns (L, X, ...) for each array."""
         return self._read_memory(state, self.put_rows(place_X))
 
     def write_memories(self, state: DecodeState, place_X: np.ndarray, *blocks: Array) -> DecodeState:
@@ -816,11 +821,11 @@ class Engine:
     # Spilling.
 
     def read_blocks(self, state: DecodeState, page_XJ: np.ndarray) -> tuple[Array, ...]:
-        """Copies J pages of each shard on the device: (L, X * J, K, C, H) of each pool."""
+        """Makes device copies of J pages of each shard; returns (L, X * J, K, C, H) for each pool."""
         return self._read(state, self.put_rows(page_XJ.reshape(-1)))
 
     def read_routes(self, state: DecodeState, page_XJ: np.ndarray) -> Array:
-        """Copies the routes (experts of each token) of J pages of each shard on the device: (L, X * J, 1, C, k)."""
+        """Makes a device copy of the routes (experts of each token) in J pages of each shard: (L, X * J, 1, C, k)."""
         return self._read_routes(state, self.put_rows(page_XJ.reshape(-1)))[0]
 
     def write_blocks(self, state: DecodeState, page_XJ: np.ndarray, *blocks: Array) -> DecodeState:
@@ -841,10 +846,10 @@ class Engine:
 
 
 def _of_kind(pools: tuple[Array, ...], kind: int) -> tuple[Array, Array]:
-    """Returns the two arrays of a kind of layers from arrays laid out as `DecodeState.pools` or `memories`."""
+    """Returns pair number `kind` of arrays that are laid out as `DecodeState.pools` or `memories`."""
     return pools[2 * kind], pools[2 * kind + 1]
 
 
 def _with_kind(pools: tuple[Array, ...], kind: int, new: tuple[Array, Array]) -> tuple[Array, ...]:
-    """Replaces the two arrays of a kind of layers in arrays laid out as `DecodeState.pools` or `memories`."""
+    """Replaces pair number `kind` of arrays that are laid out as `DecodeState.pools` or `memories`."""
     return (*pools[: 2 * kind], *new, *pools[2 * kind + 2 :])

@@ -1,4 +1,4 @@
-"""A Pallas TPU kernel of decoding attention: every page of a read list is copied from the pool to the chip once.
+"""A Pallas TPU kernel of decoding attention: each read copies its page to the chip once, for all lanes of the read.
 
 A run is a sequence of consecutive reads that serve the same lanes: a prompt's pages for its samples, or the pages of
 one lane. Each step of the grid belongs to a lane. The step of a run's first lane computes the run for all its lanes;
@@ -23,9 +23,9 @@ from podrl.models.attention import NEG_INF
 from podrl.models.config import ModelConfig
 
 _LANES, _ROWS = 128, 8  # size of a register in float32
-_PAGES = 8  # pages of a block, fewer if its keys and values would take more than _BUFFER bytes
+_PAGES = 8  # number of pages of a block; fewer if their keys and values take more than _BUFFER bytes
 _BUFFER, _VMEM_BYTES = 2 << 20, 32 << 20
-_SCALAR_BYTES = 512 << 10  # half of a core's memory for scalars
+_SCALAR_BYTES = 512 << 10  # largest size of a read list: half of a core's memory for scalars
 _SCORES = 6  # largest number of arrays of a head's scores that the compiler keeps at once
 
 
@@ -34,9 +34,9 @@ class Sizes(NamedTuple):
 
     Attributes:
       W: largest number of lanes of a run.
-      K: key heads of a device.
-      G: queries of a lane per key head.
-      C: tokens of a page.
+      K: number of key heads on a device.
+      G: number of queries of a lane per key head.
+      C: number of tokens of a page.
       H: head dimension.
     """
 
@@ -48,7 +48,7 @@ class Sizes(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Queries of a key head, padded to whole registers."""
+        """Number of a lane's queries per key head, rounded up to whole registers."""
         return -(-self.G // _ROWS) * _ROWS
 
     def pages(self, dtype: jnp.dtype) -> int:
@@ -66,11 +66,13 @@ class Sizes(NamedTuple):
 
 
 def takes(page_tokens: int, head_dim: int, dtype: jnp.dtype, *, numbers: int) -> bool:
-    """Returns True if pages fill whole tiles (tokens in rows, head dimension in lanes) and the read list fits.
+    """Returns True if the kernel can run: pages fill whole tiles, and the read list fits the memory for scalars.
+
+    In a tile the tokens of a page are rows, and the head dimension is the lanes.
 
     Args:
-      page_tokens: tokens of a page.
-      head_dim: H.
+      page_tokens: number of tokens of a page.
+      head_dim: H, head dimension.
       dtype: dtype of keys and values.
       numbers: count of the integers in a shard's read list, all of which the kernel keeps in the memory for scalars.
     """
@@ -91,7 +93,7 @@ def chosen(
       wanted: `rollout.page_kernel`.
       model: architecture of the model.
       mesh: the rollout mesh.
-      page_tokens: tokens of a page.
+      page_tokens: number of tokens of a page.
       reads: sizes of a shard's read list.
       dtype: dtype of keys and values.
 
@@ -137,13 +139,13 @@ def page_attention(
     Args:
       q_RNH, layer, key_LMKCH, value_LMKCH, position_R, window, softcap: arguments of
         `podrl.engine.attention.decode_attention`.
-      runs: the reads.
+      runs: the shared reads of the lanes, or their own reads.
       name: name of the kernel in the compiled program.
       interpret: True to run the kernel on CPU, slowly.
 
     Returns:
-      The fields of `podrl.engine.attention.PartialSoftmax`: each query's largest score, the sum of weights relative to
-      it, and the sum of weighted values; `NEG_INF`, 0 and 0 for a lane without reads.
+      The fields of `podrl.engine.attention.PartialSoftmax`: each query's largest score, the sum of its weights
+      exp(score - largest score), and the sum of its weighted values; `NEG_INF`, 0 and 0 for a lane without reads.
     """
     R, N, H = q_RNH.shape
     _, _, K, C, _ = key_LMKCH.shape

@@ -28,8 +28,9 @@ _SCORES = 1 << 16  # largest size, in bytes, of one head's keys in a page: a pro
 def takes(device: JaxDevice, page_tokens: int, head_dim: int, dtype: jnp.dtype) -> bool:
     """Returns True if the kernel runs on a device, with pages and heads of these sizes.
 
-    The device must be an NVIDIA GPU of the Ampere generation or later, and both sizes must be powers of two. A later
-    jax may lack the compiler for the kernel, which is deprecated: engines then use attention compiled by XLA.
+    The device must be an NVIDIA GPU of the Ampere generation or later. Both sizes must be powers of two, at least 16,
+    and the keys of one head in a page must have at most 64 KiB. jax has deprecated the kernel's compiler, Triton in
+    Pallas. If a later jax lacks it, engines use attention compiled by XLA.
     """
     generation = str(getattr(device, "compute_capability", ""))  # such as '9.0', or 'gfx90a' on an AMD GPU
     powers = all(size >= _ROWS and size & (size - 1) == 0 for size in (page_tokens, head_dim))

@@ -28,7 +28,8 @@ def cut_chunks(
       shard: number of the shard whose pool holds the sequence.
       tokens: token ids to prefill.
       start: position of the first token.
-      prior: (page, start, count) of the pages that hold the earlier tokens, except the first of `pages`.
+      prior: (page, start, count) of the pages that hold the earlier tokens, without the first of `pages`, which may
+        hold some of them, too.
       pages: indices of the pages for the new keys and values, `page_tokens` tokens each.
       offset: number of tokens that the first of `pages` holds already.
       places: place from which the memory of linear attention before the tokens is read, and place to which the memory

@@ -58,7 +58,7 @@ class Runs(NamedTuple):
 
     Attributes:
       first_R: place of the lane in its first read, as read * W + member.
-      number_R: number of reads of the lane; they follow each other.
+      number_R: number of reads of the lane; these reads follow each other.
       lane_UW: lanes that each read serves.
       page_U, start_U, count_U: page of each read, position of the page's first token, number of its tokens.
     """
@@ -86,7 +86,7 @@ class LaneReads(NamedTuple):
     Attributes:
       prompt: identity of the prompt; lanes of equal prompts share reads.
       shared: pages of the prompt.
-      own: pages of the lane's sample; the last one has room for the tokens of the dispatch.
+      own: pages of the lane's sample; the last page has room for the tokens of the dispatch.
     """
 
     prompt: Hashable
@@ -99,7 +99,7 @@ class ReadShape:
     """Fixed sizes of one shard's read list.
 
     Attributes:
-      lanes: R, lanes of the shard.
+      lanes: R, number of lanes of the shard.
       shared: U, largest number of shared reads; a multiple of `podrl.engine.attention.SHARED_BLOCK`.
       own: O, largest number of own reads; a multiple of `podrl.engine.attention.OWN_BLOCK`.
       members: W, largest number of lanes that a shared read serves.
@@ -157,7 +157,7 @@ class ReadShape:
         view.total_2[0] = at
 
     def _fill_shared(self, view: Any, lanes: Sequence[int], pages: Sequence[Page], at: int) -> int:
-        """Writes the reads of one prompt's pages from place `at` on; returns the next place."""
+        """Writes the reads of one prompt's pages from index `at` on; returns the index after the last one."""
         W = self.members
         for first in range(0, len(lanes), W):
             members = lanes[first : first + W]

@@ -8,7 +8,7 @@ from podrl.engine.reads import Page
 
 
 class Status(enum.Enum):
-    """State of a sample: waiting for a lane, running in a lane, paused by its caller (without a lane), or ended."""
+    """State of a sample: waiting for a lane, running in a lane, paused until `Scheduler.resume` (no lane), or ended."""
 
     WAITING = 0
     RUNNING = 1
@@ -35,7 +35,7 @@ class TokenStore:
 
     @property
     def name(self) -> str:
-        """The key as one word."""
+        """The parts of `key`, joined by '/'."""
         return "/".join(map(str, self.key))
 
 
@@ -70,7 +70,7 @@ class Sample:
       unfed: number of tokens before `position` without keys and values; they are prefilled when the sample is seated.
       compact: True if all tokens after the first page that is not full are fed again, and not only the appended tokens.
       seated: number of the sample's newest seating, counted over all samples; -1 before the first.
-      spilled_at: number of the plan that took the sample's lane away; -1 if none did. This plan does not seat the
+      spilled_at: number of the plan that took the sample's lane away; -1 if no plan did. This plan does not seat the
         sample again, because the sample's tokens in flight are read only before a later plan.
     """
 
@@ -114,7 +114,9 @@ class Fill(NamedTuple):
 
 @dataclasses.dataclass
 class DispatchPlan:
-    """Lists the device work before and in the next dispatch, in the order of the fields.
+    """Lists the device work before and in the next dispatch.
+
+    The work is done in the order of the fields, but lanes are freed and seated together, after the copies.
 
     Attributes:
       spills: stores to copy to the host; their pages and places may be overwritten afterwards.
@@ -165,11 +167,11 @@ class PoolShape:
 
     Attributes:
       shards: number of data-parallel shards.
-      lanes: lanes of a shard.
-      pages: usable pages of a shard.
-      page_tokens: tokens of a page.
-      steps: decode steps of a dispatch.
-      members: samples that share a read of a prompt's page.
+      lanes: number of lanes of a shard.
+      pages: number of usable pages of a shard.
+      page_tokens: number of tokens of a page.
+      steps: number of decode steps of a dispatch.
+      members: largest number of samples that share a read of a prompt's page.
       sample_pages: largest number of pages that a sample and its prompt may hold together.
       calls: (longest chunk in tokens, rows of a shard) of each prefill call, ascending.
       slots: number of prompts of a shard whose memory of linear attention is kept, at least `lanes`; 0 for models

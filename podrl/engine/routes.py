@@ -29,7 +29,8 @@ class _Piece:
     Attributes:
       owner: the sample.
       shard: number of the page's shard.
-      slot: index of the page among the pages of its shard in the call that copies them.
+      slot: index of the page among the pages of its shard in the call that copies them; of a store on the host, index
+        of the page in the store.
       start: position of the first token whose routes are read.
       count: number of tokens whose routes are read.
     """
@@ -52,12 +53,12 @@ class RouteReader:
     def __init__(self, device: Device):
         """Makes an empty collection."""
         self._device = device
-        self._wanted: list[tuple[_Piece, int]] = []  # (piece, index of its page)
+        self._wanted: list[tuple[_Piece, int]] = []  # (piece to read, index of its page in the pool)
         self._used = [0] * device.engine.shards
         self._launched: list[tuple[list[_Piece], Any]] = []
 
     def want(self, owner: HasRoutes, length: int, stores: Sequence[tuple[str, int, Sequence[Page]]]) -> None:
-        """Requests the routes of a sample's tokens; they are in `owner.routes` after the next `settle`.
+        """Requests the routes of a sample's tokens; they are in `owner.routes` after the next `launch` and `settle`.
 
         A token that is in none of the pages keeps the routes that were read before, or gets 0 if none were read.
 
@@ -113,7 +114,7 @@ class RouteReader:
         return any(piece.owner is owner for piece in itertools.chain((piece for piece, _ in self._wanted), launched))
 
     def finish(self) -> None:
-        """Completes all requests."""
+        """Reads the routes of all requests now; waits until the routes are on the host."""
         self.launch()
         self.settle()
 

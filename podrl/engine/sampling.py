@@ -55,7 +55,8 @@ def draw(
     """Samples a token for each lane by inverting the cumulative distribution in two levels.
 
     The vocabulary is cut into blocks of 256. One uniform number picks a block in proportion to its probability, a
-    second number picks a token inside the block. So one pass over the vocabulary and one over a block replace a sort.
+    second number picks a token inside the block. So one pass over the vocabulary and one pass over a block replace a
+    sort.
 
     Args:
       logits_RV: logits, float32, soft cap applied.
@@ -66,7 +67,7 @@ def draw(
     top_R = jnp.max(logits_RV, axis=-1)
     greedy_R = settings.temperature_R <= 0
     scale_R = 1.0 / jnp.where(greedy_R, 1.0, settings.temperature_R)
-    scaled_RV = (logits_RV - top_R[:, None]) * scale_R[:, None]  # at most 0
+    scaled_RV = (logits_RV - top_R[:, None]) * scale_R[:, None]  # no value is above 0
     filtered_R = ((settings.top_k_R > 0) | (settings.top_p_R < 1) | (settings.min_p_R > 0)) & ~greedy_R
     floor_R, whole_R = jax.lax.cond(
         jnp.any(filtered_R & live_R),
@@ -77,8 +78,8 @@ def draw(
     sampled_R, total_R = _invert(weight_RV, settings.key_R2, position_R)
     raw_total_R = jnp.sum(jnp.exp(logits_RV - top_R[:, None]), axis=-1)
     failed_R = ~(jnp.isfinite(raw_total_R) & (total_R > 0))
-    # Index of the first maximum. argmax gives the same, but compares one number after the other on CPU and takes ten
-    # times as long there.
+    # Index of the first maximum. jnp.argmax gives the same index, but on CPU it compares one number after the other and
+    # takes ten times as long.
     V = logits_RV.shape[-1]
     first_R = jnp.min(jnp.where(logits_RV == top_R[:, None], jnp.arange(V, dtype=jnp.int32), V), axis=-1)
     # The compiler may compute the logits twice, with different last bits. If no logit then equals the maximum, the lane
@@ -120,13 +121,13 @@ def _invert(
 
 
 def _pick(weight_RI: Float[Array, "R I"], uniform_R: Float[Array, " R"]) -> tuple[Int[Array, " R"], Float[Array, " R"]]:
-    """Picks an index in proportion to its weight, never one of weight 0; returns (index, sum of the weights)."""
+    """Picks an index in proportion to its weight, never an index of weight 0; returns (index, sum of the weights)."""
     upto_RI = jnp.cumsum(weight_RI, axis=-1)
     total_R = upto_RI[:, -1]
     past_RI = upto_RI <= (uniform_R * total_R)[:, None]
     index_R = jnp.sum(past_RI, axis=-1, dtype=jnp.int32)
     # Rounding may make the target equal to the total, which no cumulative sum exceeds. The right index is then the last
-    # one with a weight.
+    # index with a weight.
     place_RI = jnp.where(weight_RI > 0, jnp.arange(weight_RI.shape[-1], dtype=jnp.int32), 0)
     last_R = jnp.max(place_RI, axis=-1)
     return jnp.minimum(index_R, last_R), total_R
@@ -161,7 +162,10 @@ def _value(key: UInt[Array, "*shape"]) -> Float[Array, "*shape"]:
 def _largest_floor(
     key_RV: UInt[Array, "R V"], weight_RV: Float[Array, "R V"], wanted_R: Float[Array, " R"]
 ) -> UInt[Array, " R"]:
-    """Finds, bit by bit, the largest key such that the tokens at or above it weigh at least `wanted_R` together."""
+    """Finds, bit by bit, the largest key such that the tokens at or above it weigh at least `wanted_R` together.
+
+    The result is at least the key of -3e38, so that no token with the logit -infinity is kept.
+    """
 
     def bit(i: Array, floor_R: Array) -> Array:
         trial_R = floor_R | (jnp.uint32(1 << 31) >> i.astype(jnp.uint32))

@@ -1,8 +1,9 @@
 """Assigns samples to lanes and pages of the pool: scheduling policy on the host, without jax.
 
-Samples of a prompt are kept on one data-parallel shard, where the prompt's pages are read by all of them. Lanes and
-pages change only between dispatches. The scheduler plans a dispatch before the results of the last one are known: it
-assumes that every lane is live until its sample is reported as ended. A wrong assumption only costs idle decode steps.
+Samples of a prompt that are added as one group stay on one data-parallel shard and share the prompt's pages there.
+Lanes and pages change only between dispatches. The scheduler plans a dispatch before the results of the previous
+dispatch are known: it assumes that every lane is live until its sample is reported as ended. A wrong assumption only
+costs idle decode steps.
 """
 
 import bisect
@@ -45,7 +46,7 @@ class _Shard:
         self.index = index
         self.free_lanes = list(range(shape.lanes))
         self.free_pages = list(range(shape.pages))
-        self.free_slots = list(range(shape.lanes, shape.lanes + shape.slots))  # places after those of the lanes
+        self.free_slots = list(range(shape.lanes, shape.lanes + shape.slots))  # after the lanes' places
         self.prompts: dict[int, PromptRow] = {}
         self.assigned: list[Sample] = []  # samples to seat on this shard, in order
         self.running: dict[int, Sample] = {}  # samples in lanes, by lane
@@ -77,7 +78,7 @@ class Scheduler:
         self._sorted = True
         self._seat_count = 0
         self._plans = 0
-        self._lengths: dict[int, list[int]] = {}  # new tokens of finished samples, by prompt
+        self._lengths: dict[int, list[int]] = {}  # numbers of new tokens of finished samples, by prompt
 
     # Methods by which the caller reports changes.
 
@@ -94,8 +95,9 @@ class Scheduler:
         """Queues the samples of one prompt.
 
         Args:
-          prompt: handle of the prompt. Samples that are added later may have the same prompt, and then share its pages.
-            If all earlier samples of the prompt have ended, its pages are gone, and it is prefilled again.
+          prompt: handle of the prompt. Samples that are added later may have the same prompt, and then share its pages
+            on each shard. If all earlier samples of the prompt on a shard have ended, the pages there are gone, and the
+            prompt is prefilled again.
           length: number of tokens of the prompt.
           samples: (handle, largest number of new tokens, expected number of new tokens or None) of each sample.
           pieces: number of groups to cut the samples into; groups may run on different shards.
@@ -115,7 +117,7 @@ class Scheduler:
         self._sorted = False
 
     def finish(self, handle: int, *, grown: int, live: bool) -> list[tuple[TokenStore, int, list[int]]]:
-        """Frees the lane and pages of a sample that has ended, and the prompt's pages after the prompt's last sample.
+        """Frees the lane and pages of a sample that has ended, and the prompt's pages after its last sample on a shard.
 
         Args:
           handle: handle of the sample.
@@ -126,7 +128,7 @@ class Scheduler:
           (store, shard, indices of the store's pages on the device) of each store that was freed.
         """
         sample = self.samples.pop(handle)
-        if sample.status is Status.WAITING:  # rare: only a cancelled sample ends before it was in a lane
+        if sample.status is Status.WAITING:  # rare: a cancelled sample may end before it has a shard
             piece = next((piece for piece in self._pieces if any(s is sample for s in piece)), None)
             if piece is not None:  # the sample has no shard yet, so it holds no pages
                 piece[:] = [s for s in piece if s is not sample]
@@ -260,7 +262,11 @@ class Scheduler:
     # Planning.
 
     def plan(self) -> DispatchPlan:
-        """Plans the next dispatch: first pages for running samples, then restored and new samples in free lanes."""
+        """Plans the next dispatch.
+
+        Running samples get pages first. Then waiting samples get free lanes. At last, further prompts are prefilled
+        ahead in rows of prefill calls that would be empty.
+        """
         plan = DispatchPlan()
         self._plans += 1
         if not self._sorted:
@@ -381,7 +387,10 @@ class Scheduler:
         return new
 
     def _admit_one(self, plan: DispatchPlan) -> bool:
-        """Puts one waiting sample into a lane of the shard that has the most free lanes and enough pages."""
+        """Puts one waiting sample into a lane; returns False if no waiting sample fits.
+
+        Shards with more free lanes are tried first. If the next group `joins`, shards with its prompt go before them.
+        """
         joined = self._pieces[-1][0].prompt if self._pieces and self._pieces[-1][0].joins else None
         for shard in sorted(self._shards, key=lambda s: (joined not in s.prompts, -len(s.free_lanes), s.index)):
             if not shard.free_lanes:
@@ -407,14 +416,14 @@ class Scheduler:
     def _fill_calls(self, plan: DispatchPlan) -> None:
         """Prefills the next prompts ahead, in the rows that the plan's prefill calls would leave empty."""
         longest = [tokens for tokens, _ in self.shape.calls]
-        used = [collections.Counter[int]() for _ in longest]  # rows by call and shard
+        used = [collections.Counter[int]() for _ in longest]  # number of used rows, by call and shard
         for fill in plan.prefills if longest else ():
             tokens = sum(page.count for page in self._shards[fill.shard].prompts[fill.prompt].store.pages)
             used[min(bisect.bisect_left(longest, tokens), len(longest) - 1)][fill.shard] += 1
         while self._pieces:
             sample = self._pieces[-1][0]
             if (call := bisect.bisect_left(longest, sample.length - 1)) == len(longest):
-                return  # the prompt takes several chunks
+                return  # the prompt is longer than a chunk of any call
             rows, taken = self.shape.calls[call][1], used[call]
             room = -(-max(taken.values(), default=0) // rows) * rows
             fit = [s for s in self._shards if taken[s.index] < room and sample.prompt not in s.prompts]

@@ -58,15 +58,15 @@ class Track:
       limit: value of `sampled` at which the sample ends or pauses.
       hold: value of `sampled` at which the sample leaves the session, to continue in another; None for never.
       held: True if the sample is outside of a session: it has left its session, or has not entered one yet.
-      recorded: True if `hold` repeats an interruption by the wall clock. The original run did not know of the
-        interruption beforehand, so pages are then laid out as if there was none.
-      stop: reason why the sample ended (`podrl.types.STOP_EOS` and the others); None as long as it has not ended.
+      recorded: True if `hold` repeats an interruption from the journal of a run with `rollout.clock='wall'`. The first
+        time, the run did not know of the interruption beforehand, so pages are laid out as if there was none.
+      stop: reason why the sample ended, one of the STOP_* codes of `podrl.types`; None as long as it has not ended.
       paused: reason why the sample paused, with the values of `stop`; None while it runs.
       first: index of the first token after the tokens that were appended last (`Session.extend`).
-      text: text of the completion without end tokens, cut after a stop string; while paused, its part from token
-        `first` on.
+      text: text of the completion without end tokens, cut after a stop string; while paused, the part of it
+        from token `first` on.
       epoch: number of pauses so far. A dispatch that was launched before a pause may have decoded tokens after the
-        pause. Results of such a dispatch are dropped: the epoch at its launch is smaller than the present one.
+        pause. Results of such a dispatch are dropped: the epoch at its launch is smaller than the present epoch.
       breaks: numbers of sampled tokens at which the sample continued in another session under the same weights. There,
         prefill computed the keys and values of its tokens anew, and prefill's results differ from decoding's in the
         last bits, so a repetition must break at the same points.
@@ -289,7 +289,7 @@ class Session:
     def slack_s(self) -> float:
         """Seconds for which the device still has work and `step` need not be called; 0 if the device may be idle.
 
-        A sample that is extended within this time runs in the next dispatch, and need not wait for the one after that.
+        A sample that is extended within this time runs in the next dispatch, and need not wait for a later dispatch.
         """
         if not self._flights or not self.took:
             return 0.0
@@ -316,7 +316,9 @@ class Session:
         return self.read()
 
     def read(self) -> list[Track]:
-        """Reads the dispatch in flight, if there is one, and launches no other, so the device is idle afterwards.
+        """Reads the oldest dispatch in flight, if there is one, and launches none.
+
+        If no other dispatch was in flight, the device is idle afterwards.
 
         Returns:
           The samples that ended, paused or left the session, as `step` does.
@@ -348,7 +350,7 @@ class Session:
         elif track.held:
             self.seat([track], urgent=track.hold is None)
         else:
-            last = track.limit if track.recorded else track.until  # see `Track.recorded`
+            last = track.limit if track.recorded else track.until  # pages as in the first run (`Track.recorded`)
             self._scheduler.resume(track.handle, left=last - track.sampled)
 
     def pause(self, track: Track, stop: int) -> None:
@@ -396,7 +398,7 @@ class Session:
         return self._cache_tokens - len(track.prompt) - len(track.tokens)
 
     def _open(self, track: Track, opening: Opening) -> None:
-        """Appends the tokens of an opening; sets the limits and stops of the sampling after them."""
+        """Appends the tokens of an opening, and sets limits and stops for the tokens that are sampled after them."""
         count = len(opening.tokens)
         track.tokens.extend(int(token) for token in opening.tokens)
         for name, column in DRAWN.items():
@@ -526,10 +528,10 @@ class Session:
         return events
 
     def _settle(self, track: Track, live: bool) -> bool:
-        """Ends a sample, pauses it or takes it out of the session, if one of these is due after its new tokens.
+        """Ends a sample, pauses it, or takes it out of the session, if its new tokens require this.
 
         Returns:
-          True if it did any of these, False if the sample goes on.
+          False if the sample goes on, True otherwise.
         """
         found = track.finder.find(track.tokens) if track.finder else None
         if found is None and live:
@@ -571,7 +573,7 @@ class Session:
         self._release(track, live=live)
 
     def _record(self, track: Track) -> None:
-        """Requests a read of the experts that a sample's tokens took; other samples may get its pages afterwards."""
+        """Requests a read of the experts that a sample's tokens took, before other samples get the sample's pages."""
         if self._routes is None or not track.recording:
             return
         length = len(track.prompt) + len(track.tokens)

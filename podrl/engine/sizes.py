@@ -19,7 +19,7 @@ def check_memory(needed: int, mesh: Mesh, config: RolloutConfig, shape: EngineSh
     Raises:
       ValueError: the pool does not fit.
     """
-    needed = needed * len(mesh.local_devices) // mesh.size  # share of this host's devices
+    needed = needed * len(mesh.local_devices) // mesh.size  # bytes on this host's devices
     stats = [device.memory_stats() or {} for device in mesh.local_devices]
     if mesh.devices.flat[0].platform == "cpu":
         room, what = free_memory(), "on this machine"

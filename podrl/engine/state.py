@@ -20,17 +20,17 @@ KEEP, SEAT, FREE = 0, 1, 2  # actions of `bulk_insert` on a lane
 
 @dataclasses.dataclass(frozen=True)
 class EngineShape:
-    """Fixed sizes of the compiled programs; per data-parallel shard unless said otherwise.
+    """Fixed sizes of the compiled programs; all counts are for one data-parallel shard.
 
     Attributes:
-      lanes: R, lanes.
-      pages: M, pages of the pool, including the last one, which is never read.
-      page_tokens: C, tokens of a page.
-      steps: decode steps per dispatch.
+      lanes: R, number of lanes.
+      pages: M, number of pages of the pool, including the last page, which is never read.
+      page_tokens: C, number of tokens of a page.
+      steps: number of decode steps per dispatch.
       prompt_pages: largest number of pages of a prompt.
       max_pages: J, largest number of pages that one sample and its prompt may hold together.
       members: W, largest number of samples that share a read of a prompt's page.
-      stop_ids: E, ids that may end a sample.
+      stop_ids: E, largest number of ids that may end a sample.
       buckets: lengths of prefill chunks, tokens, ascending; each has a program.
       prefill_tokens: number of tokens of a prefill call, which has `prefill_tokens // bucket` rows, at least 1.
       slots: number of prompts whose memory of linear attention is kept, at least `lanes`; 0 for models without linear
@@ -137,7 +137,7 @@ class DecodeState:
         two, its keys and its values, (L, M, K, C, H). If routes are recorded, a last array has the experts that each
         token took, (L, M, 1, C, k) (`podrl.models.moe.route`).
       token_R: id of the token that each lane feeds next.
-      position_R: position of that token in its sequence.
+      position_R: position of the token `token_R` in its sequence.
       left_R: number of tokens that the lane may still sample.
       live_R: True if the lane samples.
       sampling: sampling settings of each lane.

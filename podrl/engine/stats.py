@@ -21,11 +21,11 @@ class Meter:
     def __init__(self, clock: Callable[[], float] = time.perf_counter):
         self.calls = 0
         self._clock = clock
-        self._flying = 0  # dispatches in flight
+        self._flying = 0  # number of dispatches in flight
         self._since = 0.0  # time at which the device could begin its next work
-        self._new = 0  # prefill calls since the last launch of a dispatch
-        self._alone, self._alone_s = 0, 0.0  # prefill calls that were timed alone, and their seconds
-        self._later_s = 0.0  # seconds of all other work
+        self._new = 0  # number of prefill calls since the last launch of a dispatch
+        self._alone, self._alone_s = 0, 0.0  # number of prefill calls that were timed alone, and their seconds
+        self._later_s = 0.0  # seconds of the device's other work
 
     def begin(self) -> None:
         """Prepares to time prefill calls that are about to be launched."""
@@ -43,7 +43,7 @@ class Meter:
         return not self._flying and self._new > 0
 
     def launch(self) -> None:
-        """Starts to time the next dispatch; if `alone` was True, the caller has waited for the prefill calls."""
+        """Starts to time the next dispatch. If `alone` is True, the caller must wait for the prefill calls first."""
         if not self._flying:
             now = self._clock()
             if self._new:
@@ -69,8 +69,8 @@ class Stats:
     Attributes:
       tokens: number of sampled tokens that were kept.
       dispatches: number of calls of `generate`.
-      decode_steps: decode steps of the busiest shard, summed over dispatches.
-      lane_steps: decode steps times lanes, summed over shards and dispatches; idle lanes count.
+      decode_steps: number of decode steps of the busiest shard, summed over dispatches.
+      lane_steps: number of decode steps times lanes, summed over shards and dispatches; idle lanes count, too.
       prefill_tokens: number of prompt tokens and appended tokens that prefill computed, padding excluded.
       spills: number of stores moved to the host.
       failed: number of samples that ended because logits were NaN or infinite, by version of the weights.
@@ -98,7 +98,7 @@ class RolloutStats:
     Attributes:
       tokens: number of sampled tokens, end tokens included.
       seconds: wall time of the call.
-      decode_steps: decode steps of the busiest shard, summed over dispatches.
+      decode_steps: number of decode steps of the busiest shard, summed over dispatches.
       lane_utilisation: sampled tokens divided by decode steps times lanes, 0 to 1.
       prefill_tokens: number of prompt tokens and appended tokens that prefill computed.
       prefill_calls: number of device calls of prefill.
@@ -106,7 +106,7 @@ class RolloutStats:
       spills: number of caches moved to the host because the pool ran out of pages.
       failed: number of samples that ended because logits were NaN or infinite.
       compiles: number of programs compiled during the call; 0 after `warm_up`.
-      host_seconds: seconds in which the device had nothing queued, from reading the last dispatch in flight to the next
+      host_seconds: seconds in which no dispatch was in flight, from reading the last dispatch in flight to the next
         launch; near 0 if the host keeps up.
       plan_seconds: seconds spent planning dispatches.
       prefill_seconds, decode_seconds: seconds of prefill calls, and of decode steps (`Meter`).

@@ -17,7 +17,7 @@ class StopFinder:
 
     def __init__(self, strings: Sequence[str], decode: Callable[[list[int]], str]):
         self._strings, self._decode = tuple(strings), decode
-        self._needed = max(len(s) for s in strings) + _EDGE  # characters the tail must hold
+        self._needed = max(len(s) for s in strings) + _EDGE  # smallest number of characters of the tail
         self._first = 0  # index of the tail's first token
         self._limit = 2 * self._needed  # number of tokens from which on the tail is shortened
         self._seen = 0  # number of tokens searched so far

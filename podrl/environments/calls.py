@@ -38,7 +38,7 @@ _PART = re.compile(
     re.DOTALL,
 )
 _TAG = re.compile(r"<[|/]{0,2}+([A-Za-z_:-]{3,24}+)\|?+>?+")
-# Tags that are never read as calls, even if they resemble a tool's name.
+# Tags that a turn may have without attempting a call, even if they resemble the name of a tool.
 _NO_CALLS = frozenset(("answer", "think", "tool_output", "tool_response", "snippet", "webpage"))
 _ALIKE = 0.8  # smallest difflib ratio at which a tag counts as a misspelt tag of a call
 _LAST_TAGS = 64  # only the last 64 different tags of a turn are compared with the tags of calls
@@ -61,7 +61,7 @@ class Call:
     Attributes:
       name: name of the tool; '' if no name can be read.
       arguments: arguments by name; QUERY is the key of the text between tags.
-      problem: reason why the call cannot be run, as a text for the model; '' if the call can be run.
+      problem: what is wrong with how the call is written, as a text for the model; '' if nothing is wrong.
     """
 
     name: str
@@ -97,7 +97,7 @@ class Observation:
 
 
 class Tags:
-    """Calls in tags: `<call_tool name="t" k="v">query</call_tool>`, `<tool name="t">query</tool>`, `<t>query</t>`.
+    """Reads calls in tags: `<call_tool name="t" k="v">query</call_tool>`, `<tool name="t">query</tool>`, `<t>q</t>`.
 
     Attributes:
       role: role of observations; 'raw' appends them to the model's own turn.
@@ -124,9 +124,9 @@ class Tags:
           stop: reason why the turn ended, see podrl.environments.protocol.Turn.
 
         Returns:
-          One call or none. The call has a `problem` if the model ended its turn within a call, misspelt a tag, or wrote
-          the call in the format of another parser. A call within a thought is a draft and is ignored. If a limit of
-          tokens ended the turn, there is no call.
+          One call or none. The call has a `problem` if it cannot be read, for example because the model ended its turn
+          within the call, misspelt a tag, or wrote the call in the format of another parser. A call within a thought is
+          a draft and is ignored. If a limit of tokens ended the turn, there is no call.
         """
         visible, thought = self.spoken(text)
         if stop == "eos":
@@ -225,7 +225,7 @@ class Tags:
 
 
 class Json:
-    """Calls as JSON in a turn that the model ends: within <tool_call> tags (hermes), or without tags (json).
+    """Reads calls that the model writes as JSON and then ends its turn: in <tool_call> tags (hermes) or bare (json).
 
     The chat template lists the tools in the prompt, and formats their outputs as turns.
     """
@@ -357,7 +357,7 @@ class Json:
         return parsed if any(call.arguments and _alike(call.name, self._tools) for call in parsed[-_LAST_TAGS:]) else []
 
     def _is_meant(self, value: object) -> bool:
-        """Returns True if an object has arguments, and a known tool's name as any key or value."""
+        """Returns True for an object with a key of a call (`_CALLED`), and a known tool's name as a key or value."""
         words = (*value, *value.values()) if isinstance(value, dict) and any(key in value for key in _CALLED) else ()
         return any(isinstance(word, str) and word in self._tools for word in words)
 
@@ -464,7 +464,7 @@ def decoded(text: str) -> Any:
     """Decodes JSON that came from a model, a tool or a server.
 
     Raises:
-      ValueError: the text is not JSON, contains NaN or an infinity, or nests more than 64 arrays and objects.
+      ValueError: the text is not JSON, contains NaN or an infinity, or nests arrays and objects more than 64 deep.
     """
     (value,) = _values(text, most=1)
     return value
@@ -513,7 +513,7 @@ def shortened(
 
 
 def _shares(lengths: Sequence[int], limit: int) -> list[int]:
-    """Divides `limit` among ranges: short ranges get all they need, long ones get equal shares of the remainder."""
+    """Divides `limit` among ranges: short ranges get all they need, long ranges get equal shares of the rest."""
     shares, left = [0] * len(lengths), limit
     order = sorted(range(len(lengths)), key=lambda i: lengths[i])
     for done, i in enumerate(order):
@@ -523,7 +523,7 @@ def _shares(lengths: Sequence[int], limit: int) -> list[int]:
 
 
 class _MoreError(ValueError):
-    """A JSON value is followed by text that is not JSON."""
+    """A JSON value is followed by text that may not follow it."""
 
 
 def _spoken(text: str, calls: Iterable[tuple[int, int]]) -> tuple[str, str]:
@@ -714,7 +714,7 @@ def _in_other_tags(visible: str, tools: Sequence[str]) -> bool:
 
 
 def _kinds(property_: object) -> list[object]:
-    """Lists the types that a property of a schema allows; none for a schema that enumerates its values."""
+    """Lists the types that a property of a schema allows; empty if the property enumerates its values."""
     if not isinstance(property_, Mapping) or "enum" in property_:
         return []
     kind = property_.get("type")
@@ -736,7 +736,7 @@ def _choices(property_: object) -> list[object]:
 
 
 def _as(value: object, property_: object) -> object:
-    """Converts an attribute's text to an enumerated value or a type of the schema.
+    """Converts an argument that is a text to an enumerated value or a type of the schema.
 
     Text that fits no value and no type is returned unchanged: the tool then reports what is wrong.
     """

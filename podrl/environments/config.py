@@ -22,7 +22,7 @@ History = Literal["template", "append"]
 
 
 def is_own(name: str) -> bool:
-    """Returns True if an environment's name is a place in code of the user: 'file.py:Name' or 'package.module:Name'."""
+    """Returns True if an environment's name refers to code of the user: 'file.py:Name' or 'package.module:Name'."""
     return ":" in name
 
 
@@ -34,7 +34,8 @@ class MCPServer:
     Attributes:
       target: command that starts the server (stdio), or its address: 'http://host:port/mcp' (streamable http) or
         'http://host:port/sse' (sse). `python` as the first word of a command is the interpreter that runs podrl.
-      names: tools that the model may call, by the names that the model uses; empty for all tools of the server.
+      names: tools that the model may call, by the names that the model uses; empty for all tools of the server, or, if
+        env.tools names tools of DR-Tulu, for those of them that the server has.
       aliases: the server's name for a tool, by the name that the model uses; needed only if the two names differ.
       query: argument that receives the text between the tags of a call, by the name of the tool. For a tool without an
         entry, the names query, url, webpage_url, input and text are tried in this order, then the first required
@@ -96,7 +97,7 @@ class MCPServer:
 
     @property
     def command(self) -> list[str]:
-        """The words of the command that starts the server; none for an address."""
+        """The words of the command that starts the server; empty if `target` is an address."""
         words = [] if self.is_url else shlex.split(self.target)
         return [sys.executable, *words[1:]] if words[:1] == ["python"] else words
 
@@ -140,13 +141,14 @@ class EnvironmentConfig:
     """The environment of a job's samples, its tools and its limits.
 
     Attributes:
-      environment: environment of the samples: '' for none; 'tools' for the tools below; 'file.py:Name' or
+      environment: environment of the samples: 'tools' for the tools of `tools` and `mcp`; 'file.py:Name' or
         'package.module:Name' for a class (instantiated once per episode) or an object with an
-        `async def run(task, model)`.
+        `async def run(task, model)`. '' means the agent program if `program` or `verifiers` is set, the tools if
+        `tools` or `mcp` is set, and otherwise no environment.
       others: further environments, named as in `environment`, or 'none' for one answer without tools. If the field
         `env` of a record names one of them, this environment plays the record. data.sources can set the field for all
         records of a source.
-      program: command of an agent program, such as 'python agent.py', which asks the model over HTTP; '' for none. See
+      program: command of an agent program, such as 'python agent.py', which calls the model over HTTP; '' for none. See
         docs/agents.md. `python` as the first word is the interpreter that runs podrl.
       verifiers: interpreter of a Python environment with the package verifiers, such as 'vf/bin/python'. It plays the
         tasks that podrl.verifiers wrote, in place of a program; '' for none. See docs/ecosystems.md.
@@ -158,7 +160,8 @@ class EnvironmentConfig:
       history: 'template' opens a branch (a new token sequence of the sample) where the chat template renders earlier
         turns differently from how they were sampled; templates that drop thoughts do this. The model then reads the
         same tokens that it will read when deployed. 'append' continues the sampled tokens instead.
-      tools: Python tools: 'file.py:function', 'package.module:function' or the name of a built-in tool.
+      tools: Python tools: 'file.py:function', 'package.module:function' or the name of a built-in tool. The name of a
+        tool of DR-Tulu, such as 'google_search', stands for the tool of a server in `mcp`.
       mcp: servers that offer tools, each an MCPServer or only its target.
       parser: format in which the model writes a tool call. 'call_tool' (also 'v20250824'), 'tool' (also 'unified') and
         'legacy' are DR-Tulu's formats. 'hermes' (also 'qwen3') is JSON in <tool_call> tags; 'json' (also 'llama3',
@@ -175,7 +178,7 @@ class EnvironmentConfig:
         environment's answer to the last of these turns enters the sample in the next window, so that slow tools run
         while the trainer updates. None sets no limit: a window then waits for all answers.
       output_tokens: largest number of tokens of one tool's output. The middle of a longer output is left out, and a
-        note in its place says how much.
+        note in its place says how much is left out.
       deadline_s: longest time that the environment and its tools may take in one episode, seconds; time of waiting for
         the model does not count. A sample that takes longer is left out of the loss.
       call_deadline_s: longest time of one call of a Python tool, seconds.
@@ -183,8 +186,8 @@ class EnvironmentConfig:
         process wait in the meantime.
       retries: number of times that a call of a Python tool is repeated after the tool's process died.
       concurrency: largest number of calls of one Python tool at the same time, on each host.
-      server_deadline_s: longest time for which an MCP server may be unreachable, seconds. The job then ends with exit
-        code 42, so that it can be started again.
+      server_deadline_s: longest time for which an MCP server may be unreachable, seconds. After a longer time the job
+        ends with exit code 42, so that it can be started again.
       workers: number of processes in which environments run, on each host.
       reward_weight: factor of the environment's rewards. The products are added to the reward functions' rewards.
       system_prompt_file: file with the system prompt: plain text, or YAML with the key system_prompt; '' for none.

@@ -14,7 +14,7 @@ class KnownTool:
     """A tool that models of DR-Tulu call.
 
     Attributes:
-      theirs: names that a server may use for the tool; the first one that the server has is taken.
+      theirs: names that a server may use for the tool; the first of these that the server has is taken.
       tag: name of the tag around each document of the tool's answer.
     """
 
@@ -44,7 +44,7 @@ _NUMBERS = ("limit", "num_results", "n_docs")  # names that servers use for the 
 def query_of(schema: JsonObject) -> str:
     """Chooses the argument that receives the text between a call's tags.
 
-    The first of the usual names is chosen, else the first required argument, else the first argument.
+    The first of the usual names that the tool has is chosen, else the first required argument, else the first argument.
 
     Args:
       schema: JSON schema of the tool's arguments.

@@ -1,9 +1,10 @@
 """The record of a finished episode: its requests, the model's answers or hashes of them, and its result.
 
 A run that is started again plays the record instead of running the episode's program again. A program may behave
-differently the second time, so only the record leads to the same sample. In a run by the wall clock, the model would
-also sample the answers under other versions of its weights. The record of such a run therefore holds the sampled tokens
-and, if the run records them, the experts of each token, which are known only once the episode has left the engine.
+differently the second time, so only the record leads to the same sample. In a run with `rollout.clock='wall'`, the
+model would also sample the answers under other versions of its weights. The record of such a run therefore holds the
+sampled tokens and, if the run records experts, the experts of each token, which are known only once the episode has
+left the engine.
 """
 
 import dataclasses
@@ -50,7 +51,7 @@ class FinishedEpisode:
 
 
 def digest(turn: JsonObject) -> str:
-    """Hashes a turn of the model: its text, its tokens and its end."""
+    """Hashes a turn of the model: its text, its tokens and the reason of its end."""
     text = json.dumps([turn["text"], turn["stop"], list(turn["tokens"])])
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 

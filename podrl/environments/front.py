@@ -75,7 +75,7 @@ class Handler(Protocol):
 
 
 class Front:
-    """Runs an HTTP endpoint like OpenAI's in a process of its own, and exchanges frames with it on the event loop.
+    """Runs an HTTP endpoint like OpenAI's in another process, with which it exchanges frames on the event loop.
 
     Attributes:
       settings: settings of the endpoint.
@@ -139,7 +139,7 @@ class Front:
         """Asks the process to end.
 
         Returns:
-          The worker of the process, which the caller must close; empty if there is no process.
+          A list with the process, which the caller must close; an empty list if there is no process.
         """
         process, self._process = self._process, None
         return [process.leave()] if process is not None else []

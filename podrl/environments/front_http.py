@@ -20,13 +20,13 @@ import msgspec
 from podrl.environments.calls import DEPTH, check_depth
 from podrl.environments.wire.requests import RefusedRequest
 
-BACKLOG = 4096  # connections that wait to be accepted
+BACKLOG = 4096  # largest number of connections that wait to be accepted
 _IDLE_S = 3600.0  # longest time that a client may send no request, or read nothing of a response
 _END_S = 1.0  # longest wait for open requests at the end of the server
 _SILENT_S = 60.0  # longest wait for the next piece of a body; meanwhile the request counts as open
-_MAX_HEAD = 1 << 16  # bytes of a head, or of the trailers of a body
-_MAX_UNREAD = 1 << 16  # bytes of a body that may arrive before they are read
-_MAX_WAITING = 64  # requests of a connection that wait for the response to an earlier one
+_MAX_HEAD = 1 << 16  # largest number of bytes of a head, or of the trailers of a body
+_MAX_UNREAD = 1 << 16  # largest number of bytes of a body that may arrive before they are read
+_MAX_WAITING = 64  # largest number of requests of a connection that wait for the response to an earlier request
 # A body that is too long is read and dropped, up to this many times the allowed length, because most clients read no
 # answer before they have sent everything.
 _DRAINED = 4
@@ -106,7 +106,7 @@ class Client:
         return content
 
     async def drain(self, max_bytes: int) -> None:
-        """Reads the body and drops it, up to `max_bytes`; it raises the errors of `read_body`."""
+        """Reads up to `max_bytes` of the body and drops them; a longer body is no error, unlike in `read_body`."""
         await self._read(0, max_bytes)
 
     async def _read(self, kept_bytes: int, max_bytes: int) -> tuple[bytearray, int]:
@@ -222,9 +222,9 @@ class Connection(asyncio.Protocol):
         """
         self.full, self.active_s = False, 0.0
         self._app, self._connections, self._loop = app, connections, asyncio.get_running_loop()
-        self._clients: collections.deque[Client] = collections.deque()  # the first one is being answered
-        self._request: asyncio.Future[None] | None = None  # the wait for a request
-        self._unparsed = 0  # bytes since the end of a head, or since the last piece of a body
+        self._clients: collections.deque[Client] = collections.deque()  # open requests; the first is being answered
+        self._request: asyncio.Future[None] | None = None  # future that is done when a request has arrived
+        self._unparsed = 0  # number of bytes since the end of a head, or since the last piece of a body
         self._parser = self._new_parser()
 
     @property
@@ -243,7 +243,7 @@ class Connection(asyncio.Protocol):
         self._transport.write(data)
 
     def resume(self) -> None:
-        """Resumes reading from the client, unless a request waits for the response to an earlier one."""
+        """Resumes reading from the client, unless a request waits for the response to an earlier request."""
         if len(self._clients) <= 1:
             self._transport.resume_reading()
 
@@ -280,7 +280,7 @@ class Connection(asyncio.Protocol):
         if self._request is not None and not self._request.done():
             self._request.set_result(None)
 
-    # Calls of the event loop (asyncio.Protocol).
+    # Methods that the event loop calls (asyncio.Protocol).
 
     def connection_made(self, transport: Any) -> None:
         """Begins to answer requests."""
@@ -325,7 +325,7 @@ class Connection(asyncio.Protocol):
             self._parser = self._new_parser()
             self.data_received(b"\r\n".join([*head, b"", b""]) + data[offer.args[0] :])
         except httptools.HttpParserError as error:
-            # If `on_headers_complete` raised an error, that error is the context of this one.
+            # If `on_headers_complete` raised an error, that error is the context of `error`.
             self._refuse(str(error.__context__ or f"The request is not HTTP/1.1: {error}."))
         else:
             if self._unparsed > _MAX_HEAD:
@@ -338,7 +338,7 @@ class Connection(asyncio.Protocol):
             self.write(b"HTTP/1.1 400 Bad Request\r\n" + head.encode() + body)
         self.close()
 
-    # Calls of the parser.
+    # Methods that the parser calls.
 
     def on_message_begin(self) -> None:
         """Begins a request."""
@@ -389,7 +389,8 @@ async def serving(app: Callable[[Client], Awaitable[None]], listening: socket.so
     """Serves HTTP while the context is open, and then gives open requests 1 s to end.
 
     Args:
-      app: function that answers a request; the client of a request for which it raises an error gets status 500.
+      app: function that answers a request. If it raises an error before the response has begun, the client gets
+        status 500.
       listening: socket that listens.
     """
     loop, connections = asyncio.get_running_loop(), set[Connection]()
@@ -423,7 +424,7 @@ def parse(body: bytes | bytearray) -> Any:
     """
     try:
         value = msgspec.json.decode(body)
-        if body.count(b"[") + body.count(b"{") > DEPTH:  # most bodies have fewer, and need no check of every value
+        if body.count(b"[") + body.count(b"{") > DEPTH:  # bodies with fewer brackets need no check
             check_depth(value)
         return value
     except (ValueError, RecursionError) as error:

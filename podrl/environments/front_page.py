@@ -12,8 +12,8 @@ from podrl.environments.wire import chat
 from podrl.environments.wire.requests import Answer, ParsedRequest, visible_text
 from podrl.mappings import ChatMessage
 
-_KEPT = 256  # requests on the page; older ones are forgotten
-_SHOWN = 4000  # characters of a message; the middle of a longer one is left out
+_KEPT = 256  # largest number of requests on the page; older requests are forgotten
+_SHOWN = 4000  # largest number of characters of a message; the middle of a longer message is left out
 _STYLE = (
     "body{font:14px/1.4 system-ui,sans-serif;margin:1em;max-width:75em}pre{white-space:pre-wrap;margin:.2em 0}"
     "details{margin:.3em 0 .3em 1em;padding-left:.6em;border-left:2px solid #8888}small{opacity:.7}"

@@ -29,8 +29,8 @@ from podrl.workers import child
 from podrl.workers.frames import frame_of
 
 _BEAT_S = 3.0  # an idle stream sends a comment this often, so that no proxy closes it
-_LARGE = 1 << 20  # bytes; longer bodies are read one after the other, which bounds the memory
-_KEPT = 32  # requests of an episode, open requests included; beyond this number, the oldest answered ones are forgotten
+_LARGE = 1 << 20  # size of a body in bytes above which bodies are read one after the other, which bounds the memory
+_KEPT = 32  # number of requests of an episode above which the oldest answered requests are forgotten
 _DIALECTS: Mapping[str, Any] = {
     "/v1/chat/completions": chat,
     "/v1/responses": responses,
@@ -44,7 +44,7 @@ _JSON = "application/json"
 # Many clients split a stream at every character that Unicode calls the end of a line, as str.splitlines does. JSON
 # itself escapes all of these characters but three.
 _LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
-# Headers of the page.
+# Headers of the page's response; they forbid scripts.
 _NO_SCRIPTS = (
     "content-security-policy: default-src 'none'; style-src 'unsafe-inline'\r\n"
     "referrer-policy: no-referrer\r\ncache-control: no-store\r\n"
@@ -119,7 +119,7 @@ class Endpoint:
         self._grace_s: float = settings["grace_s"]
         self._page = FrontPage(self._parser) if settings["page"] else None
         self._send = send
-        self._episodes: dict[bytes, _Episode] = {}  # by the digests of their keys
+        self._episodes: dict[bytes, _Episode] = {}  # episodes by the digests of their keys
         self._digests: dict[str, bytes] = {}  # digests of keys, by the names of episodes
         self._exchanges: dict[int, tuple[_Episode, _Exchange]] = {}
         self._numbers = itertools.count()
@@ -238,7 +238,7 @@ class Endpoint:
         """Finds the request that a retry repeats, or passes a new request to the owner.
 
         Raises:
-          RefusedRequest: a field cannot be honoured, or the episode has ended.
+          RefusedRequest: the body is not JSON, a field cannot be honoured, or the episode has ended.
         """
         hashed = hashlib.sha256(client.path.encode() + b"\0")
         hashed.update(body)
@@ -256,10 +256,10 @@ class Endpoint:
         answered = (old for old in episode.exchanges.values() if old.delivered and not old.clients)
         for old in list(itertools.islice(answered, max(len(episode.exchanges) - _KEPT, 0))):
             self._forget(episode, old)
-        # Not `asdict`, which copies every message: the copies took an eighth of this process's time.
+        # `asdict` would copy every message: the copies took an eighth of this process's time.
         fields = {**vars(request), "model_request": vars(request.model_request)}
         self._send({"request": exchange.number, "episode": episode.name, "fields": fields})
-        # After `_send`, so that no retry joins a request that could not be written.
+        # The request is stored only after `_send`, so that no retry joins a request that could not be written.
         episode.exchanges[digest], self._exchanges[exchange.number] = exchange, (episode, exchange)
         return exchange
 
@@ -272,7 +272,7 @@ class Endpoint:
                 self._send({"disconnect": exchange.number})
 
         if exchange.delivered and episode.exchanges.get(exchange.digest) is not exchange:
-            # A newer request has the same body, and retries join the newer one.
+            # A newer request has the same body, and retries join the newer request.
             self._exchanges.pop(exchange.number, None)
         elif not exchange.clients and not exchange.delivered:
             asyncio.get_running_loop().call_later(self._grace_s, cancel_if_unread)
@@ -334,7 +334,7 @@ def _digest(key: str) -> bytes:
 
 async def _serve(requests: BinaryIO, replies: BinaryIO) -> None:
     loop = asyncio.get_running_loop()
-    # Not written with `replies.write`: a write that blocks would stop all clients.
+    # `replies.write` could block, and would then stop the answers to all clients.
     pipe, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, replies)
 
     def send(header: JsonObject) -> None:

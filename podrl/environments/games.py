@@ -85,7 +85,7 @@ class _TextArena:
     def _drawing(self, seed: int | None = None) -> Iterator[None]:
         """Sets Python's random generator to the state of this game, and restores the former state afterwards.
 
-        Draws of other games therefore do not change this game: it depends only on its seed and the actions.
+        Draws of other games therefore do not change this game: a game depends only on its seed and its actions.
         """
         with _DRAWS:
             others = random.getstate()

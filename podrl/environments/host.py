@@ -1,4 +1,4 @@
-"""Runs a process's episodes in workers; if a worker dies or blocks, others replay the logs of its episodes."""
+"""Runs a process's episodes in workers; if a worker dies or blocks, other workers replay the logs of its episodes."""
 
 import asyncio
 import dataclasses
@@ -27,7 +27,7 @@ from podrl.workers.user_objects import spec_at
 # Function that receives a finished outside call: (task, name of the tool, start, end, failed). Start and end are times
 # of time.monotonic(), seconds; `failed` is the kind of failure, or ''.
 CallReporter = Callable[[Task, str, float, float, str], None]
-_MAX_LOST_WORKERS = 3  # workers that an episode may lose in a row before the job ends
+_MAX_LOST_WORKERS = 3  # the job ends once an episode has lost this many workers in a row
 _SILENT_S = 3 * HEARTBEAT_S  # a worker without a frame for this time counts as blocked by one of its episodes
 _log = logging.getLogger("podrl.environments")
 
@@ -52,15 +52,17 @@ class _Episode:
       turns: the log of the model's turns, one for each observation that the model has answered.
       drawn: packed token columns (ids, log-probabilities, versions) of each turn for the record of the episode; None
         for a turn if the record does not need its tokens.
-      routes: future that gets the routes for the record of the episode (podrl.environments.workers.Episodes.record);
-        None until the environment has returned.
+      routes: future that gets the routes (the experts of each token) for the record of the episode, see
+        podrl.environments.workers.Episodes.record; None until the environment has returned with tokens to record.
       answers: the log of outside answers, by their numbers.
       descriptions: descriptions of the outside requests, by their numbers.
-      open_requests: (description, start by time.monotonic()) of each outside request without an answer, by number.
+      open_requests: (name of the tool, or else the description; start by time.monotonic()) of each outside request
+        without an answer, by number.
       jobs: asyncio tasks that answer outside requests, by the requests' numbers; the entry NUMBER is the asyncio task
-        that reads or writes `finished`.
+        that reads or writes the record of the whole episode.
       position: number of observations in the present attempt.
-      attempts: number of attempts since the last new observation, including the present attempt.
+      attempts: number of attempts since the last new observation, including the present attempt. An attempt that ended
+        because another episode blocked the worker does not count.
       spent_s: time of the environment and its tools up to `since`, seconds.
       since: time at which the environment's present work began, by time.monotonic(); 0 while the model samples.
       timer: timer of env.deadline_s; None while the model samples.
@@ -98,7 +100,7 @@ class _WorkerProcess:
       last_frame_at: time of the last frame from the process, by time.monotonic().
       handling: attempt that the process works for, by the last report of the process; None before the first report, and
         while the process handles a frame that belongs to no episode.
-      loaded: future of the reply to loading the environments.
+      loaded: future that gets the worker's reply once it has loaded the environments.
       episodes: numbers of the episodes in this process.
     """
 
@@ -238,7 +240,7 @@ class EnvironmentHost:
     # Starting and replacing workers.
 
     def _spec(self, name: str) -> dict[str, str] | None:
-        """Returns the place of an environment of the user; None for an environment that comes with podrl."""
+        """Returns where the code of a user's environment is; None for an environment that comes with podrl."""
         if not is_own(name):
             return None
         try:
@@ -289,7 +291,8 @@ class EnvironmentHost:
         Args:
           worker: the worker.
           why: reason, for an error message.
-          culprit: episode that blocked the worker; it ends with the reason 'deadline'. None if the worker died.
+          culprit: episode that blocked the worker; it ends with the reason 'deadline'. None if the worker died, or if
+            the worker did not say for which episode it worked.
         """
         assert worker.process is not None
         worker.process.close()
@@ -313,7 +316,7 @@ class EnvironmentHost:
         while True:
             await asyncio.sleep(HEARTBEAT_S)
             now = time.monotonic()
-            # This process was blocked itself and could not read frames of its workers, so the workers get more time.
+            # If this loop is late, this process was blocked and could not read frames, so its workers get more time.
             if now - last > 5 * HEARTBEAT_S:
                 for worker in self._workers:
                     worker.last_frame_at = now
@@ -380,13 +383,13 @@ class EnvironmentHost:
             self._end(episode, "deadline")
         elif worker.handling == episode.attempt:
             self._replace(worker, "it blocked its process", episode)
-        else:  # another episode blocks the worker, so this one gets more time
+        else:  # another episode blocks the worker, so this episode gets more time
             episode.timer = asyncio.get_running_loop().call_later(HEARTBEAT_S, self._on_deadline, episode)
 
     # The records of finished episodes.
 
     def _is_recorded(self, task: Task) -> bool:
-        """Returns True if the whole episode is recorded at its end (`_on_return`).
+        """Returns True if the whole episode may have to be recorded at its end (`_on_return` decides).
 
         Episodes of agent programs are recorded, because a program may behave differently on a replay. If a run that is
         started again draws other samples, every episode with Model.chat is recorded, because a replay would get other
@@ -440,7 +443,10 @@ class EnvironmentHost:
         self._enter(episode)
 
     def _on_return(self, episode: _Episode, result: JsonObject) -> None:
-        """Ends an episode whose environment has returned; an episode with requests of Model.chat is recorded first."""
+        """Ends an episode whose environment has returned.
+
+        If `_is_recorded`, an episode of an agent program, or with requests of Model.chat, is recorded first.
+        """
         recorded = self._is_recorded(episode.task) and (
             self._config.agent or any(observation.get("chat") for observation in episode.observations)
         )
@@ -480,7 +486,8 @@ class EnvironmentHost:
                 worker.handling = handling
             case {"loaded": _}:
                 worker.loaded.set_result(frame)
-                # `open` reports the errors of the first workers. Here an environment that could be loaded before fails.
+                # `open` reports the errors of the first workers. A later worker's error means that an environment that
+                # could be loaded before cannot be loaded any more.
                 if self._watch is not None and "raised" in frame:
                     why = f"cannot be loaded again: {frame['raised']}"
                     self._emit(EnvironmentFailure(f"Environment {self._config.environment} {why}"))
@@ -507,7 +514,7 @@ class EnvironmentHost:
     ) -> None:
         at, episode.position = episode.position, episode.position + 1
         if at < len(episode.observations):
-            if episode.observations[at] != observation and self._config.agent:  # programs need not repeat themselves
+            if episode.observations[at] != observation and self._config.agent:  # a replay may differ
                 why = "its worker was lost, and its program did not send the same requests again"
                 self._end(episode, "failed", {"metrics": {"failed/infrastructure": 1.0}, "why": why})
                 return
@@ -593,7 +600,7 @@ class EnvironmentHost:
         self._send(episode, {"answer": episode.attempt, "number": number, "reply": episode.answers[number]})
 
     def _report_call(self, episode: _Episode, number: int, answer: JsonObject) -> None:
-        """Reports a call that has just ended to `on_call`. The time that it waited for a free tool is not included."""
+        """Reports a call that has just ended to `on_call`; the time of waiting for a free tool is left out."""
         if self._on_call is not None:
             ended = time.monotonic()
             failed = str(answer.get("failed") or ("exception" if "raised" in answer else ""))

@@ -43,9 +43,9 @@ class RecordStore(Protocol):
 class Journal:
     """Looks up and records the outside answers of one process.
 
-    A run that is started again draws the same samples, so each sample makes the same requests in the same order. An
-    answer is found by (step, prompt, sample, number of the request) and a hash of the request's description. If the
-    description has changed, the answer is not used and the request is made again.
+    If `exact` is True, a run that is started again draws the same samples, so each sample makes the same requests in
+    the same order. An answer is found by (step, prompt, sample, number of the request) and a hash of the request's
+    description. If the description has changed, the answer is not used and the request is made again.
 
     Attributes:
       exact: True if a run that is started again draws the same samples.
@@ -61,7 +61,7 @@ class Journal:
         """
         self._store, self.exact = store, exact
         self._known: dict[str, Records] = {}
-        self._reading = asyncio.Lock()  # held while the store is read, so that no sample looks up an outdated record
+        self._reading = asyncio.Lock()  # locked while the store is read, so that no sample looks up an outdated record
         self._old: set[str] = set()  # names of steps that must be read again, as other processes may have added records
         self._shed: set[str] = set()  # names of steps with records that were added to the store but not to `_known`
         self._warned = not exact
@@ -112,12 +112,13 @@ class Journal:
         await self._store.add(_name(task), record)
         if _is_large(record):
             self._shed.add(_name(task))
-            self._known.get(_name(task), {}).pop(_key(record), None)  # an earlier run's record of this episode is void
+            # If an earlier run recorded this episode, its record no longer counts.
+            self._known.get(_name(task), {}).pop(_key(record), None)
         else:
             self._known.setdefault(_name(task), {})[_key(record)] = record
 
     def read_again(self) -> None:
-        """Makes the next `find` read the store again, because other processes may have added records."""
+        """Makes the next `find` for each step read the store again, because other processes may have added records."""
         self._old.update(list(self._known))
 
     def forget(self, before: int) -> None:
@@ -131,8 +132,8 @@ class Files:
     """Keeps records in `directory`/<name>.jsonl, each a line with a checksum; any thread may call any method.
 
     A damaged line is logged and stays in the file; a sample that needs its answer makes the call again. One thread
-    writes. Records that arrive while this thread waits for the disk are written together afterwards. Records of
-    finished episodes with their tokens are kept on disk only.
+    writes. Records that arrive while this thread waits for the disk are written together afterwards. A record of a
+    finished episode with its tokens does not stay in memory after it is written.
     """
 
     def __init__(self, directory: pathlib.Path, written: Callable[[], None] = lambda: None) -> None:
@@ -220,7 +221,7 @@ class Files:
             try:
                 self._write(records)
                 self._written()
-            except Exception as error:  # noqa: BLE001 - the futures raise it where the callers wait
+            except Exception as error:  # noqa: BLE001 - the futures raise the error where callers wait
                 for *_, done in records:
                     done.set_exception(error)
             else:
@@ -239,7 +240,7 @@ class Files:
                     file.write(sealed_lines.encode(record))
                     if _is_large(record):
                         self._shed.add(name)
-                        known.pop(_key(record), None)  # an earlier run's record of this episode is void
+                        known.pop(_key(record), None)  # as in `Journal.add`
                     else:
                         known[_key(record)] = record
                 for file in changed.values():

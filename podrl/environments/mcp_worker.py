@@ -26,7 +26,7 @@ from podrl.workers.frames import pack
 _CONNECT_S = 30.0  # longest time to connect and list the tools
 _PING_S = 5.0  # longest wait for a server's answer to a ping
 _WATCH_S = 2.0  # time between two checks of the server during a call
-_PAGES = 1000  # largest number of pages of a server's list of tools
+_PAGES = 1000  # largest number of pages of a server's list of tools that are read after its first page
 _LAST_LINES = 20  # largest number of lines of a command's standard error that an error message repeats
 _FILE_BYTES = 16 << 20  # largest size of the file with a command's standard error
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0  # pauses between attempts to connect
@@ -207,7 +207,7 @@ class _ServerSecrets:
 
     @contextlib.contextmanager
     def captured_stderr(self) -> Iterator[TextIO]:
-        """Opens a pipe for a command's standard error; a thread keeps the lines until the command has ended."""
+        """Opens a pipe for a command's standard error; a thread reads it and keeps the last lines."""
         read, write = os.pipe()
         self._last.clear()
         self._reader = threading.Thread(target=self._keep, args=(read,), name="podrl-server-stderr", daemon=True)
@@ -238,7 +238,7 @@ async def _connect(target: str, command: list[str], secrets: _ServerSecrets) -> 
     """Opens a session over stdio, sse (for an address that ends in /sse) or streamable http.
 
     Args:
-      target: address of the server; ignored with a command.
+      target: address of the server; not used if `command` has words.
       command: words of the command that starts the server; empty for a server on the network.
       secrets: secrets of the server, and the receiver of its standard error.
     """
@@ -271,7 +271,7 @@ async def _list_tools(session: Any) -> list[Any]:
     """Lists all tools of a server, page by page.
 
     Raises:
-      ValueError: the list repeats a page, or has more than 1,000 pages.
+      ValueError: the list repeats a page, or has more than 1,001 pages.
     """
     from mcp.types import PaginatedRequestParams
 
@@ -299,8 +299,10 @@ def _declaration(tool: Any) -> ToolDeclaration:
 
 
 def _text_of(content: Any) -> str:
-    """Gets the text of one part of a server's answer, or of the resource in the part. A part without text becomes its
-    kind, such as '[image]'."""
+    """Gets the text of one part of a server's answer, or of the resource in the part.
+
+    The text of a part without text is the name of its kind, such as '[image]'.
+    """
     text = getattr(content, "text", None)
     if text is None:
         text = getattr(getattr(content, "resource", None), "text", None)
@@ -355,7 +357,7 @@ async def _serve(requests: BinaryIO, replies: BinaryIO) -> None:
 
 
 def main() -> None:
-    """Serves until the parent closes the pipe; the argument is a podrl.workers.user_code.Limits as JSON."""
+    """Serves requests until the parent closes the pipe; the argument is a podrl.workers.user_code.Limits as JSON."""
     requests, replies = child.begin()
     logging.getLogger("mcp").setLevel(logging.CRITICAL)  # the host reports the failures
     asyncio.run(_serve(requests, replies))

@@ -1,4 +1,4 @@
-"""The environment 'program': episodes run in long-lived processes of the user, which ask the model over HTTP."""
+"""The environment 'program': episodes run in long-lived processes of the user, which call the model over HTTP."""
 
 import asyncio
 import collections
@@ -30,7 +30,7 @@ _KINDS: tuple[Kind, ...] = get_args(Kind)
 _LINE_BYTES = 64 << 20  # longest line that a program may write
 _TAIL = 20  # number of last lines of standard error that the message of a failure shows
 _FILE_BYTES = 64 << 20  # largest number of bytes of standard error that are kept in the run directory, for each worker
-_GRACE_S = 5.0  # see FrontSettings.grace_s
+_GRACE_S = 5.0  # value of FrontSettings.grace_s
 # Settings that the job decides; their values in requests are ignored.
 _IGNORED_SETTINGS = ("temperature", "top_p", "top_k", "min_p", "seed")
 
@@ -213,7 +213,7 @@ class ProgramEnvironment:
             leaving.cancel()
 
     async def _run_task(self, runner: "_Runner", session: _Session, line: JsonObject) -> Result:
-        """Gives a task to a process, and waits until it has answered and every answer of the model has arrived."""
+        """Gives a task to a process; waits until the process has answered and every answer of the model has arrived."""
         working = asyncio.ensure_future(runner.run_task(line))
         try:
             await asyncio.wait({working, session.failed}, return_when=asyncio.FIRST_COMPLETED)
@@ -316,7 +316,7 @@ class ProgramEnvironment:
 
 
 class _Log:
-    """Keeps the standard error of programs in a file of the run directory, up to `_FILE_BYTES`."""
+    """Writes the standard error of programs to a file, or to this process's standard error, up to `_FILE_BYTES`."""
 
     def __init__(self, folder: str) -> None:
         self._path = pathlib.Path(folder) / f"program.{os.getpid()}" if folder else None
@@ -400,23 +400,23 @@ class _Runner:
         vars(self._process)["_transport"].close()  # asyncio has no public way to let go of the pipes
 
     def kill_now(self) -> None:
-        leftovers.end_marked(self._mark)  # first, because a killed process does not show its descendants any more
-        # While a group has members, the system gives its number to no new process: one that has the number of a process
-        # that has ended is another one, perhaps with a group of its own.
+        leftovers.end_marked(self._mark)  # comes first, because a killed process no longer shows its descendants
+        # While a process group has members, no new process gets the group's number. So if the program has ended and a
+        # process has its number, the group is empty, and this process is a stranger that must not be killed.
         if self._process.returncode is None or not os.path.exists(f"/proc/{self._process.pid}"):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     async def _read_errors(self) -> None:
         assert self._process.stderr is not None
-        with contextlib.suppress(ValueError):  # a line that is too long
+        with contextlib.suppress(ValueError):  # raised at a line that is too long
             while line := await self._process.stderr.readline():
                 self._last.append(line.decode(errors="replace").rstrip()[:500])
                 self._log.add(line)
 
 
 def _missing_code(arguments: list[str]) -> str:
-    """Names the file or module in the arguments of `python` that does not exist; '' if there is none.
+    """Names the file or module in the arguments of `python` that does not exist; '' if nothing is missing.
 
     A program that cannot start would otherwise fail only with its first episode, after the models were loaded.
     """

@@ -9,11 +9,11 @@ from podrl.mappings import ChatMessage, TaskFields, ToolSchema
 T = TypeVar("T")
 Role = Literal["raw", "user", "tool"]
 FULL = "full"  # value of Turn.stop if the sample has no room for the observation: `say` raises Ended
-REFUSED = "refused"  # value of Turn.stop if a request cannot be honoured; Turn.text has a RefusedRequest's fields
+REFUSED = "refused"  # value of Turn.stop if a request was refused; Turn.text has the fields of the RefusedRequest
 
 
-class Ended(Exception):  # noqa: N818 - no error, as StopIteration
-    """The sample has no room or no turns left. `run` should let this propagate: the sample ends without a Result."""
+class Ended(Exception):  # noqa: N818 - not an error, like StopIteration
+    """The sample has no room or no turns left; it ends without a Result. `run` should not catch this exception."""
 
 
 class OutsideError(Exception):
@@ -29,7 +29,7 @@ class Task:
 
     Attributes:
       prompt: the prompt's text, as the model sees it.
-      fields: the other fields of the data's record, JSON values.
+      fields: fields of the data's record besides the prompt, JSON values.
       seed: seed derived from the sample's random key, so that a resumed run uses the same seed; 0 to 2^32 - 1.
       index: position of the prompt in the data stream since step 0.
       sample: index of the sample among the samples of its prompt, from 0; -1 for a greedy sample.
@@ -126,7 +126,7 @@ class Model(Protocol):
 
         A conversation that repeats an earlier conversation and its answer, and then adds messages, continues the tokens
         of that answer. Any other conversation opens a piece of the sample with a context of its own. All pieces are
-        trained with the sample's advantage.
+        trained with the sample's advantage, except for answers with `aside`.
 
         Args:
           messages: conversation, in OpenAI's form.

@@ -36,7 +36,7 @@ def read(path: pathlib.Path) -> list[Document]:
       ValueError: a line does not have this form (the message names the line), or the file has no lines.
     """
     found = []
-    # Lines of bytes, because str.splitlines also cuts at characters such as U+2028 inside a text.
+    # The file is split as bytes, because str.splitlines also cuts at characters such as U+2028 inside a text.
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         try:
             record = json.loads(line)

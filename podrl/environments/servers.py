@@ -57,7 +57,7 @@ class Servers:
         key = _key(server)
         if key not in self._open:
             server.check_command()
-            server.secrets()  # raises if a variable is not set
+            server.secrets()  # raises an error if a variable is not set
             self._warn_withheld(server)
             self._open[key] = (server, asyncio.get_running_loop().create_future())
             if self._process is None:
@@ -73,7 +73,7 @@ class Servers:
         """Calls a tool, and waits while the server is unreachable.
 
         Args:
-          server: a server that was opened.
+          server: server that `open` has connected.
           name: the server's name for the tool.
           arguments: arguments by name, JSON values.
 

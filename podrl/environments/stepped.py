@@ -1,4 +1,4 @@
-"""SteppedEnvironment: anything with `reset` and `step` (gymnasium-like, OpenEnv, SkyRL-gym) as an environment."""
+"""SteppedEnvironment makes any object with `reset` and `step` (gymnasium-like, OpenEnv, SkyRL-gym) an environment."""
 
 import asyncio
 import inspect

@@ -1,6 +1,7 @@
-"""The agent program of grpo_agents.py, `python -m podrl.environments.sums_agent`: sums with its own calculator.
+"""The agent program of grpo_agents.py, `python -m podrl.environments.sums_agent`: it has a calculator of its own.
 
-It sends its requests with the standard library alone. With an SDK, `_complete` is one call of the SDK's client.
+The program sends its requests with the standard library alone. With an SDK, one call of the SDK's client would replace
+`_complete`.
 """
 
 import json
@@ -11,7 +12,7 @@ from podrl import agent
 from podrl.environments.calculator import calculator
 from podrl.mappings import ChatMessage, JsonObject
 
-_CALLS = 2  # largest number of the calculator's calls for one sum
+_CALLS = 2  # largest number of answers that may call the calculator, for one sum
 _TOOL = {
     "type": "function",
     "function": {

@@ -16,7 +16,7 @@ def serve(tool: Callable[..., str], transport: str, **address: str | int) -> Non
       tool: the tool; clients see its name, annotations and docstring. If it raises a ValueError, the call has failed,
         and the model reads the text of the error.
       transport: 'stdio', 'sse' or 'streamable-http'.
-      address: `host` and `port` for 'sse' and 'streamable-http'; none for 'stdio'.
+      address: `host` and `port` for 'sse' and 'streamable-http'; nothing for 'stdio'.
     """
     from mcp.types import CallToolResult
 
@@ -27,7 +27,7 @@ def serve(tool: Callable[..., str], transport: str, **address: str | int) -> Non
         try:
             text, failed = tool(*args, **kwargs), False
         except ValueError as error:
-            # The error is not raised: package mcp would word it differently from the error of a Python tool.
+            # If the error were raised here, package mcp would word it differently from the error of a Python tool.
             text, failed = f"ValueError: {error}", True
         return CallToolResult.model_validate({"content": [{"type": "text", "text": text}], "isError": failed})
 

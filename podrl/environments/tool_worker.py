@@ -23,7 +23,7 @@ _KINDS |= dict.fromkeys((list, tuple, set, frozenset, Sequence, Iterable), "arra
 
 
 def plain(value: object) -> str:
-    """Converts a result to text without lone surrogates; leaves out the middle of more than `MOST_CHARACTERS`."""
+    """Converts a result to text without lone surrogates; cuts the middle out of a text beyond `MOST_CHARACTERS`."""
     if isinstance(value, bytes):
         text = value.decode(errors="replace")
     elif isinstance(value, str):
@@ -74,7 +74,7 @@ def call(fn: Callable[..., object], arguments: JsonObject, task: JsonObject) -> 
 
     Returns:
       'text' (the answer, or the first line of an error) and 'failed': '', 'arguments' if the function does not take the
-      arguments, or 'exception' if it raised.
+      arguments, or 'exception' if it raised an error.
     """
     hints = _hints(fn)
     own = {name: Task(**task) for name, hint in hints.items() if task and _is_task(hint)}

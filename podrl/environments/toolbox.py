@@ -29,7 +29,7 @@ class Tool:
         for a Python function, task (the parameter that gets the sample).
       deadline_s: longest time of one call, seconds.
       retries: number of times that a call is repeated after its process died or its server's connection was lost.
-      turn: semaphore that allows `concurrency` calls at a time.
+      turn: semaphore that allows `concurrency` calls at a time, of the function or of all tools of the server together.
       spec: source of the Python function, see podrl.workers.user_objects; None for a server's tool.
       server: server of the tool; None for a Python function.
       theirs: the server's name for the tool; '' for a Python function.
@@ -86,7 +86,7 @@ class Toolbox:
         return [_with_defaults(self._tools[key].declared, config) for key in self._sets[name]]
 
     async def call(self, key: str, arguments: JsonObject, task: Task) -> JsonObject:
-        """Calls a tool, and waits first until fewer than `concurrency` calls of it run.
+        """Calls a tool, and waits first until fewer than `concurrency` calls of the function, or of the server, run.
 
         Args:
           key: key of the tool in its declaration.
@@ -147,7 +147,7 @@ class Toolbox:
         there = {tool["name"]: tool for tool in await self._servers.open(server)}
         if server.names:
             names = list(server.names)
-        elif wanted:  # the tools of env.tools that this server has
+        elif wanted:  # the server offers only those tools of env.tools that it has
             names = [name for name in wanted if _theirs(name, server, there)]
         else:
             names = list(there)

@@ -76,7 +76,7 @@ class WithTools:
     """A Model whose `say` runs the tool calls in a turn, and returns the first turn without a call.
 
     Attributes:
-      calls: number of tool calls so far, including refused ones.
+      calls: number of tool calls so far, including refused calls.
     """
 
     def __init__(self, config: EnvironmentConfig, tools: Sequence[ToolDeclaration], task: Task, model: Any) -> None:
@@ -97,7 +97,7 @@ class WithTools:
         max_new: int | None = None,
         reward: float = 0.0,
     ) -> Turn:
-        """See podrl.environments.protocol.Model.say; the turn's `calls` are all calls made on the way to it."""
+        """See podrl.environments.protocol.Model.say; `Turn.calls` lists the calls that were made before the turn."""
         turn = await self._turn(observation, role=role, stop=stop, max_new=max_new, reward=reward)
         all_calls: list[calls.Call] = []
         while wanted := self._format.calls(turn.text, turn.stop) if self._open else []:

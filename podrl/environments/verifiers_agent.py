@@ -86,7 +86,7 @@ class Player:
         try:
             runtime = fit.resolve_runtime_config(agent.runtime, task)
             fit.validate_pairing(self.env._harnesses[name], type(task), runtime)
-            harbor = sys.modules.get("verifiers.v1.tasksets.harbor")  # loaded if there are tasks of Harbor
+            harbor = sys.modules.get("verifiers.v1.tasksets.harbor")  # imported if a task is of Harbor
             if harbor and isinstance(task, harbor.HarborTask) and runtime.type == "subprocess":
                 raise ValueError(
                     "all episodes of a machine would share /app, /logs and /tests, where tasks of Harbor keep the "
@@ -171,8 +171,8 @@ def _solve(runner: asyncio.Runner, task: Mapping[str, Any]) -> Mapping[str, Any]
     own = player.task(place["index"])
     if own.key != place["key"]:
         raise ValueError(
-            f"task {place['index']} of {place['env']['taskset']['id']} is another one than when its record was "
-            "written: the package has changed. Write the records again with python -m podrl.verifiers"
+            f"task {place['index']} of {place['env']['taskset']['id']} is no longer the task that the record was "
+            "written from: the taskset's package has changed. Write the records again with python -m podrl.verifiers"
         )
     return runner.run(player.play(own, os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]))
 

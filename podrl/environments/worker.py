@@ -146,7 +146,7 @@ class RemoteModel:
         chat_fields = {name: getattr(model_request, name) for name in names}
         chat_fields |= {"stop": request.stop, "logprobs": request.logprobs}
         chat_fields |= {"parser": self._config.parser, "id": wire_chat.call_ids(answer, 0)}
-        chat_fields = json.loads(json.dumps(chat_fields))  # lists instead of tuples, as the host receives them
+        chat_fields = json.loads(json.dumps(chat_fields))  # turns tuples into lists, as the host receives them
         limits = {"stop": model_request.stop, "max_new": model_request.max_new}
         turn = await self.observe("", role="raw", reward=0.0, **limits, chat=chat_fields, overlaps=overlaps)
         choice = Choice(turn.text, turn.tokens, turn.logprobs, turn.pieces, turn.stop)
@@ -164,7 +164,7 @@ class RemoteModel:
         self._dropped.append(request)
 
     def reward(self, answer: str, reward: float) -> None:
-        """Adds a reward to an earlier answer; its id may have the prefix of an HTTP API, such as 'chatcmpl-3'.
+        """Adds a reward to an earlier answer; the id `answer` may have the prefix of an HTTP API, such as 'chatcmpl-3'.
 
         Raises:
           RefusedRequest: the episode has no trained answer of this id.
@@ -220,7 +220,7 @@ class RemoteModel:
 
         Returns:
           The answer: 'text', 'failed' (the kind of failure, or ''), 'seconds' (time of the call) and 'replayed'
-          (whether the answer comes from the journal or the log).
+          (True if the answer came from the journal).
         """
         description = f"{name} {json.dumps(arguments, sort_keys=True)}"
         return await self._request(self._next_number(), {"what": description, "tool": key, "arguments": arguments})
@@ -250,7 +250,7 @@ def record(by: str, text: str, failed: str, reply: JsonObject) -> TurnRecord:
       by: name of the tool, or description of the request.
       text: the answer as text.
       failed: kind of failure; '' if the call succeeded.
-      reply: the host's reply, with 'seconds' and 'replayed' where known.
+      reply: the host's reply, with 'seconds' and 'replayed' if they are known.
     """
     return {
         "by": by,
@@ -277,7 +277,7 @@ class _Worker:
         self._config, self._folder = EnvironmentConfig(), ""
         self._environments: dict[
             str, Any
-        ] = {}  # by name: a class (every episode gets an instance), or one object for all episodes
+        ] = {}  # environments by name: a class (every episode gets an instance), or one object for all episodes
         self._models: dict[int, RemoteModel] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
@@ -429,7 +429,7 @@ async def _serve(requests: BinaryIO, replies: BinaryIO) -> None:
 
 
 def main() -> None:
-    """Serves until the parent closes the pipe; the argument is a podrl.workers.user_code.Limits as JSON."""
+    """Serves requests until the parent closes the pipe; the argument is a podrl.workers.user_code.Limits as JSON."""
     requests, replies = child.begin()
     asyncio.run(_serve(requests, replies))
 

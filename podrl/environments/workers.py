@@ -75,7 +75,7 @@ class EpisodeEnd:
         the episode's program failed. After 'deadline' and 'failed' the sample must be left out of the loss.
       why: error of a program that failed, with the end of its standard error; '' for any other reason.
       dropped: numbers of requests whose answers no client received, since the last EpisodeObservation with `chat`.
-      rewards: (number of an earlier request, reward of its answer) of each reward since the same EpisodeObservation.
+      rewards: (number of an earlier request, reward of its answer) of each reward since that EpisodeObservation.
     """
 
     episode: int
@@ -90,7 +90,7 @@ class EpisodeEnd:
 
 @dataclasses.dataclass(frozen=True)
 class EpisodeRestart:
-    """An episode that starts again from its first observation: all its observations and turns so far are void."""
+    """An episode that starts again from its first observation; its observations and turns so far no longer count."""
 
     episode: int
 
@@ -283,5 +283,5 @@ def _event_emitter(messages: queue.SimpleQueue[Any]) -> Callable[[JsonObject | B
 
 
 def _error_of(context: Mapping[str, Any]) -> BaseException:
-    """Returns the error in an event loop's context. It is a bug of podrl on the loop's thread; `poll` raises it."""
+    """Returns the error in an event loop's context: a bug of podrl on the loop's thread, which `poll` raises."""
     return context.get("exception") or RuntimeError(str(context.get("message")))

@@ -145,8 +145,8 @@ def facts(job: Job) -> dict[str, str]:
     """Describes each file and package that a job's numbers depend on, besides settings: {name: checksum or version}.
 
     Data files are read completely, as in training. Files of weights, which may take terabytes, are read only in part.
-    Models in a bucket are the same for all hosts. Data and models of the hub are the same, too, because their commits
-    are in the settings.
+    Models in a bucket are left out, because all hosts read the same files; data and models of the hub are left out,
+    because their commits are in the settings.
     """
     found = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
     own = pathlib.Path(__file__).resolve().parent.parent

@@ -338,11 +338,11 @@ class Job:
     Attributes:
       algo: settings of the algorithm, which are the section under its name.
       algorithm: 'sft', 'dpo', 'orpo', 'kto', 'reward_model', or a preset of podrl.algorithms.presets.
-      seed: seed of random weights, adapters, and sampling; the order of the data follows data.seed.
+      seed: seed of random weights, adapters and sampling; the order of the data follows data.seed.
       fake_devices: number of CPU devices to fake; 0 uses the machine's own devices.
       compile_cache: directory that keeps compiled programs, or 'auto', or '' to keep none.
-      tokenizer: directory of the tokenizer, or the name of a checkpoint that comes with podrl; '' for the tokenizer of
-        the model ('tiny' with model.path='scratch').
+      tokenizer: directory of the tokenizer, ORG/NAME of the hub, or the name of a checkpoint that comes with podrl; ''
+        for the tokenizer of the model ('tiny' with model.path='scratch').
       scratch: sizes of the model that is trained if model.path is 'scratch'.
       reward: rewards of generated samples; jobs on answers from data have none.
       env: environment of generated samples, including samples of evaluations.
@@ -408,7 +408,7 @@ class Job:
 
     @property
     def mini_batch_size(self) -> int:
-        """Sequences of one optimizer update."""
+        """Number of sequences of one optimizer update."""
         prompts = 0 if self.kind.offline else self.trainer.mini_batch_size or 0
         return prompts * self.group_size or self.samples_per_step
 
@@ -648,7 +648,7 @@ def _in_own_names(values: ConfigValues) -> ConfigValues:
 
 
 def _check_models(job: Job) -> None:
-    """Refuses adapters on random weights, and devices for an auxiliary model that the job does not have."""
+    """Refuses adapters on random weights, and settings of models or devices that the job would not use."""
     if job.model.path == SCRATCH and job.model.lora.rank:
         raise ValueError(
             f"model.lora.rank={job.model.lora.rank} with model.path={SCRATCH!r} would train adapters alone, and the "

@@ -289,7 +289,7 @@ def _set_lines(job: Job) -> list[str]:
 
 
 def algorithm_lines(job: Job, on: Meshes) -> list[str]:
-    """Lists the batch arithmetic in words, the algorithm's formulas, and warnings."""
+    """Lists the batch arithmetic in words, the algorithm's formulas, the guarantee for a resumed run, and warnings."""
     limit = job.rollout.max_tokens_to_generate
     formulas = [*job.algo.formula(limit).splitlines(), *job.algo.describe(limit)]
     return [
@@ -323,7 +323,7 @@ def _guarantee(job: Job) -> str:
     if job.rollout.clock == "wall":
         return (
             "Guarantee (rollout.clock='wall'): in a run that is killed and started again no prompt is lost or trained "
-            f"twice, no token is more than {plural(job.max_staleness, 'update')} old, and podrl.replay repeats all of "
+            f"twice, no token is more than {plural(job.max_staleness, 'step')} old, and podrl.replay repeats all of "
             "it bitwise."
         )
     return "Guarantee (rollout.clock='tokens'): a run that is killed and started again ends bitwise the same."

@@ -356,7 +356,7 @@ def _write_sources(current: Run, job: Job, too_long: Mapping[str, int] | None = 
 
 
 def check_storage(workdir: str, values: ConfigValues) -> None:
-    """Checks that every bucket of the job can be used, before anything large is loaded.
+    """Checks that the buckets of the run directory, data and models can be used, before anything large is loaded.
 
     Raises:
       ValueError: `storage.check` refuses a path, or data.sources or eval.sets are not as podrl.data.config describes.

@@ -25,7 +25,7 @@ class RoleConfig:
         over 4 devices. 'fsdp=4,seq=4' cuts rows along time, for the trainer only. 'auto' is one axis over all devices:
         fsdp for the trainer, data for the rollout.
       hosts: numbers of the role's hosts, such as '0-1' or '0,2-3', in a job of several hosts. '' takes the hosts that
-        the other role leaves; if neither role names hosts, each gets half of them.
+        no other role names; if neither trainer nor rollout names hosts, the first half of them trains.
     """
 
     mesh: str = "auto"

@@ -36,11 +36,11 @@ class _Coefficient:
             self.coef = self._control.update(self.coef, kl=mean, samples=samples)
 
     def state(self) -> dict[str, float]:
-        """Returns the content of a checkpoint."""
+        """Returns the coefficient, for a checkpoint."""
         return {"coef": self.coef}
 
     def restore(self, state: dict[str, float]) -> None:
-        """Restores the content of a checkpoint."""
+        """Restores the coefficient from a checkpoint."""
         self.coef = float(state["coef"])
 
 
@@ -87,10 +87,11 @@ class LossKL(_Coefficient):
         return self.coef / self._beta if self.active else 1.0
 
     def trained(self, kl_U: Sequence[Array], samples: int) -> dict[str, float]:
-        """Returns actor/kl_coef of the step just trained; adapts the coefficient for the next.
+        """Returns actor/kl_coef of the step that has just been trained, and adapts the coefficient for the next step.
 
         Args:
-          kl_U: the mean KL per token that each update of the step measured, replicated on the device.
+          kl_U: one scalar array per update of the step: the mean KL per token in nats, replicated over the trainer
+            mesh.
           samples: number of samples of the step.
         """
         metrics = {"actor/kl_coef": self.coef}
@@ -109,7 +110,7 @@ class MismatchGate:
           bound: largest accepted mean of |trainer's log-probability - sampler's log-probability| per token, nats.
           patience: number of steps in a row above the bound after which the run stops; 0 never stops it.
           section: configuration section of both settings, for messages.
-          stale: True if the samples may come from older weights.
+          stale: True if the samples may come from older weights than the trainer's; changes only the error's advice.
         """
         self._bound, self._patience, self._section = bound, patience, section
         self._stale, self._above = stale, 0
@@ -135,7 +136,7 @@ class MismatchGate:
         causes = []
         if self._stale:
             causes.append(
-                f"samples are up to {self._section}.max_staleness updates old: lower it or trainer.learning_rate, or "
+                f"samples are up to {self._section}.max_staleness steps old: lower it or trainer.learning_rate, or "
                 f"leave out the tokens that are furthest off ({self._section}.sampler_correction='icepop')"
             )
         causes.append(

@@ -95,7 +95,7 @@ class DistilledGRPO(GRPO):
         return self._reward_kl.active or not self._exact, kept
 
     def score(self, step: int, experience: Experience) -> Scores:
-        """Scores the policy and its teachers; every teacher reads the samples in its own way."""
+        """Scores the samples under the policy and its teachers, each teacher with its own prompts and token ids."""
         readings, rollouts = self._readings(step, experience), experience.rollouts
         if not readings:
             return super().score(step, experience)
@@ -176,7 +176,7 @@ class DistilledGRPO(GRPO):
         return TranslatedBatch.of(rollouts, self.cluster.tokenizer, teacher.tokenizer, longest=longest, of_B=of_B)
 
     def _read(self, reading: "_TeacherView", chosen: np.ndarray, rollouts: Rollouts) -> np.ndarray:
-        """Scores some samples as a teacher reads them, and moves the scores to their places in the samples."""
+        """Scores some samples in a teacher's reading, and moves each score to its token in the policy's samples."""
         read = reading.view.rollouts
         placement = packing.place_samples(read, chosen, self._shape_on(reading.mesh))
         found = fetch(reading.score(placement.batch(placement.layout(read.tokens_BT[chosen]))), reading.mesh)
@@ -186,7 +186,7 @@ class DistilledGRPO(GRPO):
         """Finds the policy's likeliest ids at each sampled token, and scores these ids with the teacher.
 
         `read` are the samples as the teacher reads them. The policy's packing and the teacher's packing put a sampled
-        token at different places; its number is the same in both.
+        token at different places; the token's number among the sampled tokens is the same in both.
         """
         actor, rollouts = self.cluster.actor, experience.rollouts
         number_BT, their_number_BT = _numbered(rollouts.mask_BT), _numbered(read.mask_BT)
@@ -284,7 +284,7 @@ class DistilledGRPO(GRPO):
         return Batch(rows, batch.micro_batches)
 
     def _taught(self, rows: Any, update: Update) -> TaughtRows:
-        """Adds each token's divergence weight, its source's `teacher_coef`, and a scale that makes the sum a mean."""
+        """Adds each token's weight, the `teacher_coef` of its source, and a scale that makes the divergence a mean."""
         coef, teachable_BT = self._sources.of("teacher_coef", update.experience), self._teachable(update.experience)
         weight_BT = (coef * teachable_BT)[update.chosen]
         scale = self._loss.divisor(update.mask_BT) / max(float((weight_BT > 0).sum()), 1.0)

@@ -48,7 +48,7 @@ class SetConfig:
       split: beginning of the names of the files used if `path` is a directory, such as 'train'.
       template: form of the set's prompts, as in data.template; '' takes data.template.
       system_prompt: instructions before the set's questions, as in data.sources.
-      question_field, answer_field: fields of the question and of the answer, as in `data`; '' takes those of `data`.
+      question_field, answer_field: fields of the question and of the answer; '' takes the same key of `data`.
       arguments: settings of the set's dataset of reasoning-gym; by default data.arguments if the training data have the
         same dataset, else the dataset's own defaults.
     """
@@ -154,7 +154,7 @@ class HeldOut:
 
 
 def stop_texts(cluster: RLCluster) -> tuple[str, ...]:
-    """Returns the stop strings of training samples, but no special tokens, because the rollout knows them itself."""
+    """Returns the stop strings of training samples that are text; those that are special tokens end every sample."""
     strings = cluster.config.rollout().stop_strings
     return Dialogue(cluster.tokenizer).stops(strings)[0] if strings else ()
 

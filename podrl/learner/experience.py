@@ -26,7 +26,7 @@ ROUTES = "route_BTX"  # the experts that computed each token; exists only if the
 ALL_ROWS = (*(f"{name}_BT" for name in TOKENS), ROUTES)
 NEEDED_ROWS = ("tokens_BT", "logprob_BT", ROUTES)  # per-token arrays that training reads
 TRAINED_FIELDS = (SOURCE, TEACHER_PROMPT)  # fields of prompts that training reads
-AGED_ROWS = (*NEEDED_ROWS, "version_BT")  # arrays that training reads if it tells tokens apart by age
+AGED_ROWS = (*NEEDED_ROWS, "version_BT")  # per-token arrays that training reads if the age of tokens matters
 
 
 def share_of(batches: Sequence[Prompts], index: int, count: int) -> list[Prompts]:
@@ -149,7 +149,7 @@ def texts(experience: Experience) -> Message:
 
 
 def whole(experience: Experience) -> Message:
-    """Packs the header and the texts in one message, which can be read as either."""
+    """Packs the header and the texts in one message, for readers of the header and for readers of the texts."""
     one, other = header(experience), texts(experience)
     return Message({**one.value, **other.value}, {**one.arrays, **other.arrays})
 
@@ -209,7 +209,7 @@ def assemble(headers: Sequence[Message], pad_id: int, names: Sequence[str] = ALL
     reward_s = max(h.value["reward_s"] for h in headers)
     named = dict.fromkeys(name for h in headers for name in h.value["counts"])
     every = {name: [h.value["counts"].get(name, 0.0) for h in headers] for name in named}
-    slowest = ("time/", "perf/")  # hosts work side by side, so the largest value counts; other counts add up
+    slowest = ("time/", "perf/")  # hosts work at the same time: the largest time counts; other counts add up
     counts = {name: (max if name.startswith(slowest) else math.fsum)(values) for name, values in every.items()}
     rewards = (joined("reward_FB", 1), joined("reward_B"), joined("greedy_reward_B"))
     lost_B = np.concatenate([_lost(h, mask_BT) for h, mask_BT in zip(headers, masks, strict=True)])
@@ -329,7 +329,7 @@ def raise_failure(messages: Sequence[Message]) -> None:
     """Raises the first error that a rollout host sent in place of its share.
 
     Raises:
-      RewardServiceError: a service that a reward function asks was away.
+      RewardServiceError: a service that a reward function calls could not be reached.
       BatchError: the share could not be made for another reason.
     """
     for message in messages:
@@ -367,7 +367,7 @@ def _lost(message: Message, mask_BT: np.ndarray) -> np.ndarray:
 
 
 def _write_pieces(rollouts: Rollouts, messages: Sequence[Message]) -> None:
-    """Numbers the pieces of samples from the first token of each; an old checkpoint has one piece per sample."""
+    """Numbers every sample's pieces by the tokens at which pieces begin; an old checkpoint has one piece per sample."""
     first = 0
     for message in messages:
         for b, t in message.value.get("pieces", ()):

@@ -36,7 +36,7 @@ class GroupInFlight:
     Attributes:
       prompts: prompts of the batch, including the prompts in reserve for dynamic sampling.
       step: step that trains on the batch.
-      player: samples of the batch on the engine.
+      player: draws the batch's samples with the engine.
       rewards: scores samples that have ended.
       scored_count: number of samples that have been passed to `rewards`.
       model_reward_B: the reward model's score of each sample; None until all samples have ended, or without a model.
@@ -83,8 +83,8 @@ class Generator:
         settings: Any = config
         self._cluster, self._rewards, self._config = cluster, rewards, config
         self._group_size: int = settings.num_generations
-        # Only under the token clock: under the wall clock, WallClock drops groups without a signal (with equal rewards)
-        # from the queue before it makes a batch.
+        # Groups without a signal (with equal rewards) are replaced here only with `rollout.clock='tokens'`. With
+        # 'wall', WallClock drops these groups from the queue before it makes a batch.
         self._refills = config.dynamic_sampling and cluster.config.rollout().clock == "tokens"
         self._greedy = config.estimator().needs_greedy
         beside = self._greedy and able(cluster.config.rollout_engine, "greedy_members")
@@ -105,7 +105,7 @@ class Generator:
         Args:
           prompts: prompts of `config.prompt_batches` batches; dynamic sampling skips prompts that it does not need.
           policy: weights on the rollout mesh.
-          step: part of every sample's random key.
+          step: step that trains on the batch; a part of every sample's random key.
 
         Raises:
           BatchError: a reward function failed, or too many samples failed.
@@ -132,8 +132,8 @@ class Generator:
         """Opens a batch that is sampled under several policies.
 
         Args:
-          prompts: prompts of `config.prompt_batches` batches; under the wall clock, the prompt of one group.
-          step: part of every sample's random key.
+          prompts: prompts of `config.prompt_batches` batches; with `rollout.clock='wall'`, the prompt of one group.
+          step: step at which the prompts are submitted; a part of every sample's random key.
           partial: samples of the batch that another process began; None if there are none.
 
         Raises:
@@ -217,7 +217,8 @@ class Generator:
           seconds: wall time that sampling the batch took.
         """
         prompts = join_prompts([group.player.request.prompts for group in in_flight])
-        # No weights are needed: only podrl's engine serves the wall clock, and it drew greedy samples with the others.
+        # No weights are needed: `gather` is called only with `rollout.clock='wall'`, where podrl's engine has drawn the
+        # greedy samples with the others.
         return self._gather(in_flight, prompts, Policy({}, step), step, seconds, {})
 
     def _gather(
@@ -330,8 +331,8 @@ class Generator:
         """Takes the greedy samples out of the groups.
 
         Returns:
-          The other samples; their rewards; the reward of each prompt's greedy sample, or None if no greedy samples were
-          drawn with the others.
+          The samples that are not greedy; their rewards; the reward of each prompt's greedy sample, or None if greedy
+          samples are not in the groups.
         """
         if not self._beside:
             return rollouts, reward_FB, None
@@ -393,7 +394,7 @@ class Generator:
         """Scores samples that are not trained on: 'reward' as in training, 'reward/NAME' of each function.
 
         Args:
-          rollouts: the samples; a failed one gets the reward NaN.
+          rollouts: the samples; a failed sample gets the reward NaN.
           at_once: number of prompts whose samples the reward functions get as one batch.
         """
         prompts_P = np.arange(len(rollouts.prompts.length_P))
@@ -437,8 +438,8 @@ class Generator:
     def _score_by_model(self, group: GroupInFlight) -> None:
         """Runs the reward model on a batch whose samples have all ended, on the thread that uses the rollout mesh.
 
-        Under the wall clock another thread puts the batch together while the engine goes on. If both threads launched
-        programs on the same devices, the programs could wait for each other.
+        With `rollout.clock='wall'` another thread puts the batch together while the engine goes on. If both threads
+        launched programs on the same devices, the programs could wait for each other.
         """
         if self._cluster.reward_model is not None:
             group.model_reward_B = self._model_rewards(self._cluster.rollout.rows(group.player, 0.0))
@@ -452,7 +453,7 @@ class Generator:
     def _scores(
         self, rollouts: Rollouts, batch: OpenBatch, model_reward_B: np.ndarray | None = None, *, beside: int = 0
     ) -> np.ndarray:
-        """Returns the rewards of samples, (F, B), by every function, the reward model and their environments.
+        """Returns the rewards of samples, (F, B), by every function, the reward model and the samples' environments.
 
         A failed sample has NaN. A sample out of time has the mean of its group's other samples. The first `beside`
         samples of a group are greedy and do not count for this mean.
@@ -543,7 +544,7 @@ class Generator:
         return select(rollouts, chosen), reward_FB[:, rows_B], seconds, counts
 
     def _signal(self, reward_FB: np.ndarray, group_B: np.ndarray) -> np.ndarray:
-        """Marks the groups with unequal rewards, greedy samples aside, in the order of the groups."""
+        """Marks the groups with unequal rewards, in the order of the groups; greedy samples do not count."""
         own_B = groups.member_of(group_B) >= self._beside
         reward_B, group_B = self._rewards.combine(reward_FB[:, own_B]), group_B[own_B]
         return groups.spread(reward_B, group_B)[groups.first_of(group_B)] > 0

@@ -190,7 +190,7 @@ class GRPO:
         return batches
 
     def _compare_routes(self, step: int, rollouts: Rollouts, loss_mask_BT: np.ndarray) -> None:
-        """Warns at the first batch without router replay how much log-probabilities differ by the choice of experts."""
+        """Warns once, in a run without router replay, how far trainer and sampler differ with and without replay."""
         log, self._warn_of_routes = cast(Callable[[str], None], self._warn_of_routes), None
         chosen = self.mini_batches.split(step, 0, len(loss_mask_BT))[0]
         found = "may differ more than with router replay"
@@ -210,7 +210,7 @@ class GRPO:
         return factor * advantage_BT[update.chosen], factor * weight_B1
 
     def _placed(self, rows: Any, update: Update) -> Batch[Any]:
-        """Puts the rows of an update on the mesh, and adds old and reference log-probabilities computed there."""
+        """Puts an update's rows on the mesh, and adds the old and reference log-probabilities that the loss reads."""
         batch = self.cluster.actor.put(update.placement.batch(rows))
         alone = self._with_old(batch.rows.alone, batch.layout())
         if self._loss.needs_reference():
@@ -237,7 +237,7 @@ class GRPO:
                 weighed.append(self.cluster.actor.token_weights(batch))
             found.append(self.cluster.update_actor(batch))
         metrics: dict[str, Any] = gathered(found)
-        if self._packed:  # batches that were packed by hand have no counts
+        if self._packed:  # empty if the caller did not make the batches with `pack`
             apart, packed, computed = np.sum(self._packed, axis=0).tolist()
             metrics |= {"packing/shared": 1 - packed / apart, "packing/padding": 1 - packed / computed}
         jax.block_until_ready(self.cluster.state.step)  # so that the stage 'update' covers the device's work
@@ -273,7 +273,7 @@ class GRPO:
     def restore(self, state: SavedState) -> None:
         """Restores the adaptive coefficients of a checkpoint."""
         for name, control in self._kl_controls():
-            if name in state:  # a checkpoint has no coefficients that were still fixed when it was saved
+            if name in state:  # a coefficient that was fixed when the checkpoint was saved is not in it
                 control.restore(state[name])
 
     def _kl_controls(self) -> list[tuple[str, RewardKL | LossKL]]:

@@ -32,7 +32,7 @@ class HintedBatch:
         shift_B = (length_P - own_P)[group_B]
         width = rollouts.tokens_BT.shape[1] + max(int(shift_B.max(initial=0)), 0)
         place_1T = np.arange(width)[None]
-        from_BT = place_1T - shift_B[:, None]  # place of each token in the samples
+        from_BT = place_1T - shift_B[:, None]  # place of each token in the policy's row
         is_prompt_BT = place_1T < length_P[group_B][:, None]
         inside_BT = (from_BT >= 0) & (from_BT < rollouts.tokens_BT.shape[1])
         source_BT = np.where(inside_BT, from_BT, 0)

@@ -112,7 +112,7 @@ def fit(
     Args:
       cluster: the models, or the parts of them that this process holds.
       stream: the data; None on a rollout host that reads no data.
-      run: files, checkpoints and signals; its `with` block has been entered.
+      run: the run's files, checkpoints and signals; the caller is inside its `with` block.
       schedule: steps at which the loop saves, evaluates and stops, and the staleness.
       workload: samples and evaluations of the job.
       trained: the algorithm and its report; None on a rollout host.
@@ -242,7 +242,7 @@ class SampleLearner(SavedByRun):
         if rl_cluster.reward_source and not config.model:
             config = dataclasses.replace(config, model=rl_cluster.reward_source)
         self._reward_config = config
-        self._trained_to = 0  # number of steps made without files; a further call could not continue from them
+        self._trained_to = 0  # number of steps trained without a run directory; if not 0, `train` refuses to begin
         self._generate: Generator | None = None  # set while `train` runs, if this process generates
         self._prompts = 0
 

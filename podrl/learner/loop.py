@@ -54,7 +54,7 @@ class RolloutSource(Protocol):
         ...
 
     def publish(self, step: int) -> Policy:
-        """Agrees with the job's other processes on continuing, and moves the trainer's weights as version `step`.
+        """Moves the trainer's weights to the rollout mesh as version `step`, if the job's processes agree to continue.
 
         The weights are verified on arrival. They overwrite the weights published before, so the move waits until
         sampling pauses. If several versions may draw a sample, sampling pauses when the window of the old version ends
@@ -68,7 +68,7 @@ class RolloutSource(Protocol):
 
 
 class Algorithm(Protocol):
-    """Turns a batch of experience into optimizer updates; the types passed between its methods are its own."""
+    """Turns a batch of experience into optimizer updates; each algorithm has its own types of scores and advantages."""
 
     def score(self, step: int, experience: Any) -> Any:
         """Scores the batch under the weights before the step's first update: log-probabilities, nats (and values)."""

@@ -11,7 +11,7 @@ from podrl.learner.settings import AlgorithmConfig, GRPOConfig, PPOConfig
 from podrl.rewards.compose import RewardConfig
 from podrl.trainer.config import RLTrainingConfig
 
-# Advantage estimators that give equal samples the advantage 0.
+# Advantage estimators that give every sample of a group the advantage 0 if all rewards of the group are equal.
 _ALIKE = ("grpo", "rloo", "opo", "gpg", "pass_at_k", "remax", "reinforce_plus_plus_baseline")
 
 
@@ -36,8 +36,8 @@ def no_update_reasons_on_samples(
 ) -> list[str]:
     """Lists the reasons why a run on samples cannot change the policy or the critic, one sentence for each setting.
 
-    Settings that make no sense even for a diagnosis are refused where they are declared: groups of one sample if its
-    advantage is then always 0, no steps, adapters that match no parameter.
+    Some such settings make no sense even for a diagnosis. Their own classes refuse them: groups of one sample if its
+    advantage is then always 0, a run of no steps, adapters that match no parameter.
 
     Args:
       training, algo, rollout, reward, environment: the run's settings.

@@ -30,7 +30,10 @@ class PPOScores:
 
 @dataclasses.dataclass(frozen=True)
 class PPOBatches:
-    """The batches of a step: those of the critic, and those of the actor, which trains on them or only compares."""
+    """A step's packed batches of the critic and of the actor.
+
+    While only the critic learns, the actor's batches are not trained on; they only measure the mismatch to the sampler.
+    """
 
     critic: Sequence[Batch[CriticRows]]
     actor: Sequence[Batch[PolicyRows]]

@@ -34,7 +34,7 @@ Evaluate = Callable[[Policy, int], tuple[dict[str, float], list[LogRecord]] | No
 
 
 class BesideTraining(Protocol):
-    """Evaluations on hosts of their own, one at a time; training does not stop for them."""
+    """Runs evaluations on evaluation hosts, one at a time, while training goes on."""
 
     def begin_evaluation(self, policy: Policy, step: int) -> None:
         """Begins the evaluation of a policy after a step."""
@@ -141,7 +141,7 @@ class Recorder:
         self._progress: Progress | None = None
         self._time_left = TimeLeft(schedule.max_steps)
         self._examination = Examination(run.config)
-        self._nonfinite = 0  # number of updates in a row that were skipped
+        self._nonfinite = 0  # number of steps in a row with an update that was skipped
         self._start, self._last = 0, time.monotonic()
         self._before: dict[str, float] = {}  # seconds of the stages before the first step
         self._gauges: Gauges | None = None  # None in processes that write no metrics
@@ -179,7 +179,7 @@ class Recorder:
         self._run.open_metrics(step + 1 if step else 0, marks)
         earlier = read_metrics(self._run.workdir) if self._run.workdir is not None else []
         self._evaluated = {record["step"] for record in eval_records(earlier) if record["step"] <= step}
-        for record in earlier:  # an earlier start of the run has printed their warnings
+        for record in earlier:  # an earlier start of the run has printed the warnings of these records
             self._examination.see(record)
         self._before = self._take_times()
         if self._run.leads:
@@ -219,7 +219,7 @@ class Recorder:
         if step == self._schedule.max_steps:
             self._flush()
         self._trained = (step, experience.data_state)
-        self._end_evaluation(wait=False)  # after `_trained` is set, so that `rescue` has this step if this call fails
+        self._end_evaluation(wait=False)  # `_trained` is set, so `rescue` can save this step if this call fails
 
     def _take_times(self) -> dict[str, float]:
         """Returns time/STAGE of each stage: seconds since the last call."""
@@ -229,7 +229,7 @@ class Recorder:
         if self._run.checkpoints is None:
             return
         assert self._trained is not None, "a checkpoint is saved only after a trained step"
-        self._end_evaluation(wait=True)  # a run that resumed from here would no longer have the weights to evaluate
+        self._end_evaluation(wait=True)  # a run that resumes from this checkpoint no longer has the weights to evaluate
         with self._run.watchdog.stage("checkpoint"):
             self._flush()
             done = [batch.complete() for batch in in_flight] if self._run.leads else []
@@ -253,9 +253,9 @@ class Recorder:
         owed = self._beside is not None and self._beside.unsaved()
         with self._run.watchdog.stage("checkpoint"):
             self._run.checkpoints.wait()
-            # Under the wall clock the data position is empty while groups are open, and a checkpoint without batches in
-            # flight would lose the prompts of these groups. So none is saved: the run resumes from the older checkpoint
-            # and the journal.
+            # With `rollout.clock='wall'` the data position is empty while groups are open, and a checkpoint without
+            # batches in flight would lose the prompts of these groups. So no checkpoint is saved: the run resumes from
+            # the older checkpoint and the journal.
             if self._run.saved_step() < step and position and not owed:
                 self.save(step, [])
                 self._run.checkpoints.wait()
@@ -275,7 +275,7 @@ class Recorder:
             return
         with self._run.watchdog.stage("evaluation"):
             found = self._evaluate(policy, step)
-        self._evaluated.add(step)  # only now: a host that joins during the evaluation must take part in it
+        self._evaluated.add(step)  # not before: a host that joins during the evaluation must take part in it
         self._compiled = self._run.spans.compiled
         times = self._before | self._take_times()
         self._before = {}
@@ -292,7 +292,7 @@ class Recorder:
         with self._run.watchdog.stage("evaluation"):
             result = self._beside.evaluated(wait=wait)
         if result is not None:
-            self._evaluated.add(result[0])  # only now, as in `evaluate`
+            self._evaluated.add(result[0])  # not before, so that a resumed run repeats a lost evaluation
             self._write_evaluation(*result, times={})
 
     def _write_evaluation(
@@ -351,7 +351,7 @@ class Recorder:
             self._run.console.print(f"Warning: {finding.report()}")
 
     def _check_finite(self, step: int, values: Mapping[str, float]) -> None:
-        """Raises ValueError after the third update in a row without a finite gradient."""
+        """Raises ValueError after the third step in a row with an update whose gradient was not finite."""
         if not values.get("actor/nonfinite"):
             self._nonfinite = 0
             return

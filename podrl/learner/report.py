@@ -167,7 +167,7 @@ def episode_metrics(rollouts: Rollouts) -> dict[str, float]:
         return {}
     by: dict[str, list[TurnRecord]] = {}
     for turn in (turn for episode in episodes for turn in episode["turns"]):
-        known = turn.get("failed") not in ("no_call", "unknown_tool")  # otherwise the model invented the name in `by`
+        known = turn.get("failed") not in ("no_call", "unknown_tool")  # else the model invented the name in `by`
         by.setdefault(turn["by"] if known else "unknown", []).append(turn)
     model, environment = by.pop("model", []), by.pop("environment", [])
     called = [turn for turns in by.values() for turn in turns]

@@ -132,10 +132,10 @@ def rollout_source(
 def _clock(
     cluster: RLCluster, schedule: Schedule, run: Run, pod: Pod | None, *, replaced: int = 0, offline: bool
 ) -> TokenClock | WallClock | None:
-    """Makes the clock that `rollout.clock` names; None for the wall clock if another process keeps it.
+    """Makes the clock that `rollout.clock` names; None if another process, the leader, has the `WallClock`.
 
     Raises:
-      ValueError: the wall clock has no run directory for its journal.
+      ValueError: `rollout.clock` is 'wall', and there is no run directory for the journal.
     """
     if offline or cluster.config.rollout().clock == "tokens":
         windows = able(cluster.config.rollout_engine, "windows")

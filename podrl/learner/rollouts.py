@@ -62,7 +62,7 @@ class LocalRollouts:
         Args:
           cluster: the cluster with both meshes.
           stream: the data.
-          run: the watchdog.
+          run: the watchdog and the profiler.
           generate: a Generate, or a podrl.learner.generation.Generator; None if nothing is generated.
           evaluator: scores the policy on held-out prompts; None disables evaluation.
           clock: decides when weights change inside samples, and which groups make a batch.

@@ -1,4 +1,4 @@
-"""Environments of a run: started before its samples, connected to the cluster, and ended with the run."""
+"""Starts a run's environments before its samples, connects them to the cluster, and ends them with the run."""
 
 import contextlib
 import dataclasses
@@ -76,7 +76,8 @@ def run_environments(
 
     Answers from outside (tools, agents) are kept in `workdir`/outside, which the leader writes if there are several
     processes. If the run directory is in a bucket, answers reach it within seconds. Answers of steps before the newest
-    checkpoint are deleted. Under the wall clock all answers stay, because a run can be repeated from its beginning.
+    checkpoint are deleted. With `rollout.clock='wall'` all answers stay, because a run can be repeated from its
+    beginning.
     """
     if not config.used:
         yield
@@ -124,7 +125,7 @@ def run_environments(
 
 
 def check(host: Episodes, dialogue: Dialogue) -> None:
-    """Refuses tools that the model cannot call in its tokens, or that differ from the tools that prompts name.
+    """Refuses tools whose call format the tokenizer or template cannot hold, or that differ from the prompts' tools.
 
     Raises:
       ValueError: there is such a tool; the message names it, and the keys to change.

@@ -44,9 +44,9 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
         batch of fresh samples makes one update. 'trainer': a forward pass before the first update. 'sampler': the
         numbers that the engine reported. 'auto': 'sampler' for stale samples without a correction, 'trainer' for
         several updates or a KL in the reward, else 'current'.
-      max_staleness: number of updates by which the sampling policy may be behind the trainer; 0 is strictly on-policy;
+      max_staleness: number of steps by which the sampling policy may be behind the trainer; 0 is strictly on-policy;
         from 2 on, weights change inside samples (docs/async.md).
-      stale_bound: largest age, in updates, of a token that adds to the policy loss; older tokens still count in
+      stale_bound: largest age, in steps, of a token that adds to the policy loss; older tokens still count in
         denominators, KL and entropy. None for no bound.
       dynamic_sampling: True if groups whose rewards are all equal are replaced by groups of further prompts (DAPO).
       dynamic_sampling_batches: number of prompt batches that a step takes from the data with dynamic sampling: one to
@@ -73,7 +73,7 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
     num_iterations: Count = 1
 
     old_logprob: Literal["auto", "current", "trainer", "sampler"] = "auto"
-    # Each update of staleness costs a batch in flight, and under topology=split a copy of the weights on every trainer.
+    # Each step of staleness costs a batch in flight, and under topology=split a copy of the weights on every trainer.
     max_staleness: Annotated[int, Range("[0, 256]")] = 0
     stale_bound: Count | None = None
     dynamic_sampling: bool = False
@@ -108,7 +108,7 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
         if bound >= self.max_staleness:
             raise ValueError(
                 f"{key} leaves nothing out, because samples are at most {self.section}.max_staleness="
-                f"{plural(self.max_staleness, 'update')} old: use a smaller bound, or None."
+                f"{plural(self.max_staleness, 'step')} old: use a smaller bound, or None."
             )
         if self.kind == "gmpo":
             raise ValueError(f"{key} drops single tokens, but gmpo has one ratio per sequence: use None.")
@@ -162,7 +162,7 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
 
     @property
     def distillation(self) -> Distillation | None:
-        """The teacher's part in the advantage; None without a teacher."""
+        """Settings of the teacher, whose divergence from the policy enters the advantage or loss; None without it."""
         return None
 
     @property
@@ -391,7 +391,7 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
     {
         "data_shuffle_seed": "it is an argument of GRPOLearner, which shuffles a list; files follow data.seed.",
         "use_rollout_logps": "say grpo.old_logprob='sampler'.",
-        "off_policy_steps": "say grpo.max_staleness=N: batches are then sampled by a policy at most N updates old.",
+        "off_policy_steps": "say grpo.max_staleness=N: batches are then sampled by a policy at most N steps old.",
     },
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -108,7 +108,7 @@ class TracedAlgorithm:
     def _token_scores(self, experience: Experience, share: float) -> Callable[[], Mapping[str, np.ndarray]]:
         """Starts to score the samples of `_scored` under the present weights, on all trainer hosts together.
 
-        The samples are packed into the shape of a mini-batch, however few they are, so that one program serves all.
+        The samples, however few they are, are packed into the shape of a mini-batch: one program serves all batches.
 
         Returns:
           A function that waits for the scores and returns them by name, (B, T) each.

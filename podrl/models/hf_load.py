@@ -147,7 +147,7 @@ def _match(
         counts = collections.Counter(other.values())
         _log.info(
             "%s holds %d tensors of parts that podrl does not compute (images, sound, predictions of several tokens at "
-            "once, or keys in layers that use the keys of another layer). They are skipped: %s.",
+            "once, or keys and values in layers that reuse those of another layer). They are skipped: %s.",
             where,
             len(other),
             ", ".join(f"{count} of {part}" for part, count in counts.items()),

@@ -41,8 +41,8 @@ class CompileResult:
       capacity: bytes that a program may use.
       compile_s: seconds of tracing and compiling.
       compile_cpu_s: processor seconds of tracing and compiling, on all cores; the figure to compare on a busy machine.
-      host: bytes of host memory per chip for activations (`trainer.remat='offload'`), optimizer state and the reference
-        (`trainer.offload`).
+      host: bytes of host memory per chip for activations (`trainer.remat='offload'`) and for what `trainer.offload`
+        keeps there.
       flops: operations of one execution; 0 if the compiler refused the program.
       bytes: bytes read from and written to HBM in one execution; 0 if the compiler refused the program.
       collectives: collectives of one execution; empty if the compiler refused the program.

@@ -332,7 +332,11 @@ class _Reader:
         return read
 
     def _trip_count(self, i: Instruction, types: Mapping[str, str]) -> float | None:
-        """Reads the trip count of `for (k = first; k < last; k += by)`; None unless all three are constants."""
+        """Returns how often a loop runs; None if the text does not tell.
+
+        The number comes from the caller, from the compiler's own note, or from `for (k = first; k < last; k += by)`
+        with three constants.
+        """
         scope = re.search(r'op_name="[^"]*?([^/"]+)/while"', i.attributes)
         if scope and scope.group(1) in self._named:
             return self._named[scope.group(1)]

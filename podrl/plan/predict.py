@@ -36,7 +36,7 @@ class JobCost:
 
     Attributes:
       hours: hours of the whole job.
-      chip_hours: sum of the hours of all chips of both topologies.
+      chip_hours: sum of the hours of all chips of the job.
       dollars: price of all chip-hours; 0 if the user gave no price.
     """
 
@@ -71,7 +71,7 @@ def cost(step: Step, *, steps: int, chips: int, factor: float, price: float) -> 
     Args:
       step: a training step at its roofline.
       steps: number of steps of the job.
-      chips: number of chips of both topologies.
+      chips: number of chips of the job; chips that both sides share count once.
       factor: assumed ratio of the real time of a step to its roofline.
       price: price of one chip for one hour, in dollars.
     """
@@ -85,7 +85,7 @@ def predict(measured: Sequence[CompileResult], move_s: float, *, max_staleness: 
     Args:
       measured: measurements of the job's programs.
       move_s: seconds of the weight move.
-      max_staleness: number of updates by which a sample may be older than the weights that it trains; from 1 on the
+      max_staleness: number of steps by which a sample may be older than the weights that it trains; from 1 on the
         sides work at the same time.
       colocated: True if both sides use the same devices.
     """

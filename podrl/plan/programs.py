@@ -87,7 +87,7 @@ class Setting:
     Attributes:
       job: configuration of the job.
       trainer, rollout: topology of each side; with `job.roles.colocated` both sides have the trainer's topology.
-      completion: planned tokens of every completion.
+      completion: planned number of tokens of every completion.
     """
 
     job: Job
@@ -114,7 +114,7 @@ class Setting:
         return read_config(locate(hub.local(name))) if name else self.model
 
     def reference_params(self, mesh: Mesh) -> PyTree | None:
-        """Shapes of the parameters that only the reference has, on a trainer mesh; None if there are none.
+        """Returns the shapes of the parameters that only the reference has, on a trainer mesh; None if there are none.
 
         With `trainer.offload='reference'` they are placed in the memory of the hosts. A moving average of the policy
         has the trainable parameters in float32; under adapters it shares the base.
@@ -133,7 +133,7 @@ class Setting:
         return offload.tree_on_host(params, mesh, f"trainer.offload={self.job.trainer.offload!r}")
 
     def teachers(self) -> list[tuple[str, ModelConfig]]:
-        """The directory (or published size) and the model of each of `model.teachers`."""
+        """Returns the directory (or published size) and the model of each of `model.teachers`."""
         paths = [teacher.path for teacher in self.job.model.teachers]
         return [(path, config_of(path) if path in SIZES else read_config(locate(hub.local(path)))) for path in paths]
 
@@ -152,7 +152,7 @@ class Setting:
         )
 
     def pack_shape(self, mesh: Mesh, more: int = 0) -> PackShape:
-        """The shape of an update's packed batch on a trainer mesh; `more` tokens are added to every sequence."""
+        """Returns the shape of an update's packed batch on a trainer mesh; every sequence gets `more` tokens more."""
         models = [self.model, self.reference, self.critic, *(teacher for _, teacher in self.teachers())]
         return self.job.pack_shape(mesh, more).read_by(models)
 
@@ -285,7 +285,7 @@ class WeightMove:
 
 
 def weight_move(setting: Setting) -> WeightMove:
-    """Plans the move of `RLCluster.sync_weights`: all parameters, or the adapters under LoRA."""
+    """Plans the move of `RLCluster.sync_weights`: all parameters, or only adapters that the rollout keeps apart."""
     trainer, rollout = setting.trainer, setting.rollout
     if setting.job.roles.colocated:
         return _colocated_move(setting)

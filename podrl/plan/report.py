@@ -230,7 +230,7 @@ def _outlook_line(o: Outlook) -> str:
 
 
 def _cost_line(cost: JobCost, steps: int, factor: float) -> str:
-    """Estimates the job's hours and cost, evaluations and start not counted."""
+    """Describes the job's hours and cost, without evaluations, checkpoints and the start."""
     dollars = (
         f", {cost.dollars:,.0f} dollars" if cost.dollars else "; --price=DOLLARS per chip and hour says what it costs"
     )

@@ -174,10 +174,11 @@ def simulate(lengths_N: Int[np.ndarray, " N"], speeds: Speeds, *, load: Load, st
     size.
 
     Args:
-      lengths_N: numbers of sampled tokens, one per sample of an earlier run, say; the simulation draws from them.
+      lengths_N: numbers of sampled tokens, one per sample, for example from an earlier run; the simulation draws from
+        them.
       speeds: seconds of the parts of a step.
       load: sizes of the engine and of a batch.
-      staleness: number of updates by which a sample may be older than the weights that it trains.
+      staleness: number of steps by which a sample may be older than the weights that it trains.
 
     Returns:
       Means over the steps after the first `WARM`.
@@ -246,7 +247,8 @@ def outlook(
     """Simulates a planned job whose trainer and rollout have chips of their own.
 
     Args:
-      lengths_N: numbers of sampled tokens, one per sample of an earlier run, say; the simulation draws from them.
+      lengths_N: numbers of sampled tokens, one per sample, for example from an earlier run; the simulation draws from
+        them.
       measured: measurements of the job's programs.
       setting: the job and its topologies.
       move_s: seconds of the weight move.
@@ -327,15 +329,15 @@ def balance(
 ) -> list[tuple[int, SimulatedStep]]:
     """Simulates other splits of the same chips: (trainer's chips, the step), fastest first.
 
-    Updates take time in inverse proportion to the trainer's chips; lanes and shards grow in proportion to the rollout's
-    chips.
+    Updates take time in inverse proportion to the trainer's chips, and so does `begin_s` to the rollout's chips. Lanes
+    and shards grow in proportion to the rollout's chips.
 
     Args:
       lengths_N: numbers of sampled tokens, one per sample; the simulation draws from them.
       speeds: seconds of the parts of a step, for the split `chips`.
       load: sizes of the engine and of a batch, for the split `chips`.
       chips: numbers of chips of trainer and rollout.
-      staleness: number of updates by which a sample may be older than the weights that it trains.
+      staleness: number of steps by which a sample may be older than the weights that it trains.
     """
     trainer, rest = chips
     found = []

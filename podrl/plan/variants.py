@@ -304,7 +304,7 @@ def _too_slow(group: "_Group", seconds: float) -> bool:
 
 
 def differences(before: Setting, after: Setting) -> list[str]:
-    """Lists the keys of meshes, remat and micro-batches in which a found setting differs."""
+    """Lists, as 'KEY=VALUE', the keys of meshes, remat and micro-batches in which a found setting differs."""
     keys = []
     for side in (TRAINER, ROLLOUT):
         mesh = getattr(after.job.roles, side).mesh
@@ -319,7 +319,9 @@ def differences(before: Setting, after: Setting) -> list[str]:
 
 
 def _total(side: str, variant: Variant, known: CompileCache | None = None) -> Trial:
-    """Compiles the programs that a side runs in every step; stops at the first program that does not fit.
+    """Compiles a side's programs, for the rollout also its part of the weight move, until one does not fit.
+
+    Programs that never run in a step are left out, except those that run when the pool is short of pages.
 
     The trial has the memory of the largest program, and the seconds of all compiled programs.
 
@@ -353,7 +355,7 @@ class _Group:
       variants: variants with micro-batches from the largest down.
       mesh: mesh of all variants.
       family: name of the kind of mesh.
-      spare_of: first letters of families' names: if a mesh of one of these families fits, this group is not tried. None
+      spare_of: beginning of the names of some families: if a mesh of one of them fits, this group is not tried. None
         for a group that is always tried.
       last: True if the group is tried after the other groups that are always tried, because its policy keeps the fewest
         values and takes the longest time.

@@ -48,8 +48,8 @@ class RewardCall:
           prompts: prompt of each sample, as text.
           completions: completion of each sample, as text.
           fields: task fields by name, each with one value per sample.
-          places: position of each sample in its batch, for messages; None for 0, 1, 2, ...
-          total: number of samples in the batch, for messages; None for the number of samples here.
+          places: position of each sample in its batch, for messages; None numbers the samples from 0.
+          total: number of samples in the batch, for messages; None takes the number of `completions`.
         """
         self.prompts, self.completions, self.fields = prompts, completions, fields
         self._places = range(len(completions)) if places is None else places
@@ -130,7 +130,7 @@ Whole = Literal["sample", "group", "batch"]
 
 
 class Scorer(NamedTuple):
-    """A reward function, run in the background.
+    """A reward function that is called in the background.
 
     Attributes:
       whole: samples that are never split between two calls: one 'sample', the 'group' of a prompt, or the 'batch'. A
@@ -211,7 +211,7 @@ class OpenBatch:
         self._end(sample, (completion, fields))
 
     def leave_out(self, sample: int) -> None:
-        """Marks a sample as ended without a completion; only the other samples of its prompt are scored."""
+        """Marks a sample as ended without a completion; the sample is not scored."""
         self._end(sample, None)
 
     def missing(self) -> list[int]:

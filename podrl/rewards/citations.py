@@ -23,7 +23,7 @@ def citations(
 
     A statement is supported if every id in its tag is the id of a document that a tool returned in this sample, and if
     these documents have every number of the statement and at least half of its other words. Ids are separated by
-    commas. An id counts as invented if the model wrote the document with this id itself. Text outside the tags is
+    commas. The id of a document that the model wrote itself supports nothing. Text outside the cite tags is
     ignored, so one supported statement scores 1, whatever else the answer says.
 
     Args:

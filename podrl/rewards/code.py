@@ -135,10 +135,10 @@ class CodeTests:
         return rewards
 
     def _warn(self, verdict: Verdict) -> None:
-        """Warns, once in a job, about a failed test if the test may be at fault and not the program.
+        """Warns, once in each worker process, about a failed test if the test may be at fault and not the program.
 
-        Such a test gave the program a value that is not plain data, such as a function. The test is not refused,
-        because it may give other programs plain data only.
+        The test gave the program a value that is not plain data, such as a function. The test is not refused, because
+        it may give other programs plain data only.
 
         Args:
           verdict: the sandbox's result for one sample; 'unusable' names the fault, '' if there is none.
@@ -210,7 +210,7 @@ def _blocks(text: str) -> list[tuple[str, str]]:
     most 3 more spaces. In a block quote, all lines of a block begin with '>'. A fence with a language opens a block
     even if the block before is not closed. Code after the language on the line of the fence is the first line of the
     block. If no line closes a block, the block ends with its first line that ends in a fence. If there is no such line,
-    it ends where the next block begins or the text ends.
+    the block ends where the next block begins or the text ends.
     """
     found: list[_Block] = []
     for whole in text.split("\n"):

@@ -61,7 +61,7 @@ class RewardConfig:
         for the call. A function without a file and a name, such as a lambda, always gets whole batches.
       deadline_s: longest time of a call of a function, seconds. If a call takes longer, each of its samples is scored
         in a call of its own. A sample whose own call takes longer gets the reward of an empty completion. If a service
-        that a function needs is away, the function is called again until this time has passed.
+        that a function needs cannot be reached, the function is called again until this time has passed.
       workers: number of processes that run the functions.
       dataset_field: name of the field with the name of a record's data set.
       model: directory of a reward model (sequence classification with one label), whose score is added; '' for none.
@@ -108,14 +108,14 @@ class RewardConfig:
             _resolve(fn, self, key)
 
     def require(self, *, environment: bool) -> None:
-        """Raises ValueError if no function, model or environment gives rewards, or if weights are missing."""
+        """Raises ValueError if no function, model or environment gives rewards, or if a function lacks a weight."""
         self.check_weights()
         if not self.fns and not self.model and not environment:
             raise ValueError("reward.fns is empty: name at least one reward function, or a reward.model.")
 
 
 class RewardServiceError(RewardError, ServiceError):
-    """A service that a reward function needs was away until the deadline, so the samples have no reward."""
+    """A service that a reward function needs could not be reached until the deadline, so the samples have no reward."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -357,8 +357,8 @@ class Rewards:
     def try_own(self, prompt: str, place: str, fields: TaskFields) -> None:
         """Tries the user's own functions on two completions of a record, one of them empty.
 
-        A late function or a dead worker raises no error here: the run calls the function again, and its error says
-        more.
+        A late function or a dead worker raises no error here, because the run calls the function again and then raises
+        an error that says more.
 
         Args:
           prompt: the record's prompt as text.
@@ -366,7 +366,7 @@ class Rewards:
           fields: fields of the record by name.
 
         Raises:
-          ValueError: a function raised, or returned something other than two finite numbers.
+          ValueError: a function raised an error, or returned something other than two finite numbers.
         """
         part = RewardCall([prompt] * 2, ["", "an answer"], {name: [value] * 2 for name, value in fields.items()})
         for function in (f for f in self._functions if f.scores(fields.get("reward_fns"))):
@@ -410,7 +410,7 @@ class Rewards:
 
         Raises:
           ValueError: completions, prompts and fields differ in length.
-          RewardError: a function raised, hung, died, or returned something other than B finite numbers.
+          RewardError: a function raised an error, hung, died, or returned something other than B finite numbers.
         """
         lengths = {"prompts": len(prompts), **{name: len(values) for name, values in fields.items()}}
         for name, length in lengths.items():
@@ -597,7 +597,7 @@ class Rewards:
         return reply["values"]
 
     def _patiently(self, function: _Function, part: RewardCall, deadline_s: float) -> JsonObject:
-        """Calls a function; while a service that the function needs is away, repeats the call at growing intervals."""
+        """Calls a function; repeats the call at growing intervals while a service of the function cannot be reached."""
         started, pause = time.monotonic(), _FIRST_PAUSE_S
         while "away" in (reply := self._call(function, part, deadline_s)):
             waited = time.monotonic() - started
@@ -613,7 +613,7 @@ class Rewards:
 
     def _call(self, function: _Function, part: RewardCall, deadline_s: float) -> JsonObject:
         if function.here is not None:
-            if isinstance(function.here, _Judge):  # the judge has its own deadline, and its own error says more
+            if isinstance(function.here, _Judge):  # the judge has its own deadline, and its error says more
                 deadline_s += _JUDGE_S
             return _in_thread(function.here, part, deadline_s)
         assert self._pool is not None
@@ -723,7 +723,7 @@ def _in_thread(fn: Callable[..., Any], part: RewardCall, deadline_s: float) -> J
     return replies[0]
 
 
-# Name of a built-in function -> its module.
+# The module of each built-in function, by the function's name.
 _BUILT_IN = {name: reference.__name__ for name in reference.BUILT_IN} | {
     "r1_format": formats.__name__,
     "math_equal": math_answer.__name__,
@@ -735,8 +735,8 @@ _JUDGE, _RUBRIC, _CODE = "judge", "rubric", "code"
 MODEL_NAME = "reward_model"
 
 
-# For each setting: the built-in functions that read it, if nothing else does. So reward.text.extract is not here: a
-# majority vote reads it, too.
+# The built-in functions that read each setting, for settings that nothing else reads. reward.text.extract is missing,
+# because a majority vote reads this setting, too.
 _COMPARED = ("choice", "exact_match", "token_f1", "rouge_l")
 _READ_BY = {
     "text.answer": _COMPARED,
@@ -779,7 +779,7 @@ def _functions(config: RewardConfig) -> list[_Function]:
 
 
 def _names(functions: Sequence[_Function], config: RewardConfig, others: Mapping[str, float]) -> tuple[str, ...]:
-    """Returns the names of the rows of rewards: the functions, the reward model if there is one, the others."""
+    """Returns the names of the rows of rewards: the functions, the reward model if there is one, then `others`."""
     return (*(function.name for function in functions), *(MODEL_NAME,) * bool(config.model), *others)
 
 

@@ -10,7 +10,7 @@ _FORMAT = re.compile(r"\s*<think>.*?</think>\s*<answer>.*?</answer>\s*", re.DOTA
 def r1_format(prompts: Sequence[str], completions: Sequence[str], **fields: object) -> list[float]:
     """Scores 1 for `<think>...</think><answer>...</answer>` alone, each tag once; else 0 (arXiv 2501.12948).
 
-    A prompt that ends with `<think>` has opened the thoughts already: the completion may then start inside them.
+    A prompt that ends with `<think>` has opened the thoughts already: the completion must then start inside them.
     """
     del fields
     return [float(_keeps(_opened(p) + c)) for p, c in zip(prompts, completions, strict=True)]

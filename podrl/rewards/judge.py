@@ -43,12 +43,12 @@ class JudgeConfig:
       criterion_template: the question that 'rubric' asks about each criterion; it also has {criterion}.
       criteria: criteria of 'rubric' for records that have none of their own.
       criteria_weights: weight of each of `criteria`; empty for 1 each. A criterion with a negative weight is a fault.
-      rubric: the record's field with its criteria: a list of texts, or of {"criterion": text, "weight": number}.
+      rubric: name of the record's field with the criteria, a list of texts or of {"criterion": text, "weight": number}.
       max_score: the best score. The reward is the judge's score divided by this number.
       max_tokens: longest reply, in tokens.
       timeout_s: seconds for one request.
-      retries: number of further requests after a reply that was not understood. A judge that is away or busy is asked
-        again, at growing intervals, until reward.deadline_s is over.
+      retries: number of further requests after a reply that was not understood. A judge that is busy or cannot be
+        reached gets the request again, at growing intervals, until reward.deadline_s is over.
       concurrency: number of requests under way at once.
       key_variable: environment variable with the bearer token; '' sends no token. Reward functions do not see the
         variable.
@@ -102,8 +102,8 @@ def judge(
 ) -> list[float]:
     """Asks the judge for a score of every completion, from 0 to 1.
 
-    The training process sends the requests, because it alone has the judge's token; processes that run users' code
-    never do.
+    The calling process sends the requests itself, because the processes that run users' code do not have the judge's
+    token.
 
     Args:
       prompts: prompt of each sample, shown to the judge.
@@ -117,7 +117,7 @@ def judge(
 
     Raises:
       JudgeError: a completion has no score after all retries; the error never becomes a reward of 0.
-      ServiceError: the judge was away until the deadline.
+      ServiceError: the judge could not be reached until the deadline.
     """
     shown = [
         {"prompt": prompt, "completion": completion, "answer": answer}

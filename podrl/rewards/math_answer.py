@@ -10,7 +10,8 @@ from podrl.rewards import numbers
 from podrl.rewards.answers import closed_answer
 from podrl.runtime.plain import references
 
-# Seconds for one answer. math-verify ends a longer comparison by SIGALRM, so it must run on the main thread.
+# Seconds in which math-verify must read a text, or compare two. It ends longer work by SIGALRM, so it must run on the
+# main thread.
 _LIMIT_S = 5
 # Largest relative difference of values that count as equal. math-verify alone would round them to six decimals. It
 # computes values with 53 bits, so equal values may differ by rounding.
@@ -91,7 +92,7 @@ def _named(text: str) -> str:
 
 
 def _parsed(text: str) -> list[Any]:
-    """Reads a text with math-verify; returns a list of expressions and the last one's text, empty if there are none.
+    """Reads a text with math-verify; returns the expressions and the text of the last one, or [] if there are none.
 
     Raises:
       ImportError: math-verify is not installed.

@@ -1,8 +1,8 @@
 """Reads the number that an answer gives: signs, separators, fractions, percent, powers of ten, currency and units.
 
-Every reward and every evaluation that compares numbers reads them with this module. A number keeps its exact value, as
-a fraction. An answer that could be several numbers, is a calculation, or has unknowns or functions ("7 or 8", "10 - 2",
-"2x", "sqrt(2)") gives no number.
+Every evaluation that compares numbers, and every such reward except 'recipe_number', reads them with this module. A
+number keeps its exact value, as a fraction. An answer that could be several numbers, is a calculation, or has unknowns
+or functions ("7 or 8", "10 - 2", "2x", "sqrt(2)") gives no number.
 """
 
 import functools
@@ -43,7 +43,7 @@ class Number(NamedTuple):
         )
 
     def _ratios(self, other: "Number") -> Iterator[tuple[int, int]]:
-        """Pairs of whole numbers whose ratio is this number / `other`, one pair for each way to understand percent."""
+        """Yields pairs of whole numbers with the ratio this number / `other`, a pair for each way to read percent."""
         mine, theirs = self.top * other.bottom, other.top * self.bottom
         yield mine, theirs
         if self.percent != other.percent:
@@ -54,7 +54,7 @@ class Number(NamedTuple):
         return f"{self.top}/{self.bottom}".removesuffix("/1")
 
 
-# Cached, because several reward functions read each answer, and a reference is read for each sample of its group.
+# Results are cached, because several reward functions read each answer, and each sample of a group needs its reference.
 @functools.lru_cache(1024)
 def read(text: str) -> Number | None:
     """Reads the one number that a text gives; None if the text gives no number, or several that differ.

@@ -48,7 +48,7 @@ class ReasoningReward:
         scorer, problem = _scorer(task["name"], json.dumps(task["arguments"], sort_keys=True)), task["entry"]
         try:
             return float(scorer(answer, problem))
-        except Exception as error:  # noqa: BLE001 - if the scorer itself does not work, the line below raises
+        except Exception as error:  # noqa: BLE001 - if the right answer fails, too, the next line raises
             scorer(problem["answer"], problem)
             if task["name"] not in self._warned:
                 self._warned.add(task["name"])

@@ -130,7 +130,7 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
     Unbiased estimator 1 - C(n - correct, k) / C(n, k) (arXiv 2107.03374, equation 1).
 
     Raises:
-      ValueError: unless 1 <= k <= n and 0 <= correct <= n.
+      ValueError: 1 <= k <= n or 0 <= correct <= n does not hold.
     """
     if not (1 <= k <= n and 0 <= correct <= n):
         raise ValueError(f"pass@{k} of {correct} right in {n} samples: 1 <= k <= n and 0 <= correct <= n must hold.")

@@ -77,7 +77,7 @@ class TextConfig:
 
 
 def choice(answer: str, reference: str, config: TextConfig) -> float:
-    """Scores 1 if the answer names the reference's letter and no other ('B', '(B)' or 'B) Paris'), else 0.
+    """Scores 1 if the answer names the reference's letter and no other letter ('B', '(B)' or 'B) Paris'), else 0.
 
     Raises:
       ValueError: the reference is not one of `config.choices`.
@@ -129,7 +129,7 @@ def regex(answer: str, pattern: str, config: TextConfig) -> float:
 def json_schema(answer: str, schema: object, config: TextConfig) -> float:
     """Scores 1 if the answer is JSON that the schema allows, else 0.
 
-    The JSON may stand in a fenced block. NaN and numbers that no float holds are not JSON.
+    The JSON may stand in a fenced block. NaN, Infinity and numbers beyond the range of floats are not JSON.
 
     Raises:
       ImportError: jsonschema is not installed.
@@ -156,12 +156,12 @@ def _refuse(constant: str) -> float:
 
 
 def _finite(number: str) -> float:
-    """Reads a number of JSON; refuses a number that no float holds, such as 1e999."""
+    """Reads a number of JSON; refuses a number beyond the range of floats, such as 1e999."""
     return value if math.isfinite(value := float(number)) else _refuse(number)
 
 
 def _whole(number: str) -> int:
-    """Reads a whole number of JSON; refuses a number that no float holds, as most other readers of JSON do."""
+    """Reads an integer of JSON; refuses an integer beyond the range of floats, whose limit is about 1.8e308."""
     _finite(number)
     return int(number)
 
@@ -206,7 +206,7 @@ def _validator(schema: str) -> Any:
             yield jsonschema.ValidationError(f"no multiple of {step}")
 
     def unique_items(validator: Any, wanted: bool, value: Any, _: Any) -> Iterator[jsonschema.ValidationError]:
-        """Takes time linear in the number of items; jsonschema compares all pairs of lists and objects."""
+        """Refuses equal items, in time linear in their number; jsonschema itself compares all pairs of items."""
         if wanted and validator.is_type(value, "array") and len(set(map(_same_if_equal, value))) < len(value):
             yield jsonschema.ValidationError("equal items")
 

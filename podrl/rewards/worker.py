@@ -21,7 +21,7 @@ def call(fn: Callable[..., object], prompts: list[str], completions: list[str], 
 
     Returns:
       {'values': floats} if the result is good; {'raised': last lines of the traceback}; {'away': one line} if a service
-      that the function asks cannot be reached; or {'bad': what is wrong}, with the index 'sample' if a single value is
+      that the function calls cannot be reached; or {'bad': what is wrong}, with the index 'sample' if a single value is
       wrong.
     """
     if mistake := mistaken(leading(fn), fields, getattr(fn, "__name__", "f")):

@@ -40,12 +40,11 @@ class BatchMaker:
     for a batch after `publish`. By then all prompts of the window have been submitted, and a checkpoint taken earlier
     finds every open sample at the start of a window. Keys and values are computed anew in every window.
 
-    Under the token clock a group is a whole batch, and a window ends when all samples have drawn their tokens of the
-    window. Under the wall clock a group is one prompt, and `end_window` stops all samples after the dispatches in
-    flight.
+    With `rollout.clock='tokens'` a group is a whole batch, and a window ends when all samples have drawn their tokens
+    of the window. With 'wall' a group is one prompt, and `end_window` stops all samples after the dispatches in flight.
 
-    Under the wall clock, steps in the journal are repeated exactly, however long they take. These are the steps that a
-    killed run made after its newest checkpoint, or the steps of podrl.replay.
+    With 'wall', steps in the journal are repeated exactly, however long they take. These are the steps that a killed
+    run made after its newest checkpoint, or the steps of podrl.replay.
     """
 
     def __init__(
@@ -75,7 +74,7 @@ class BatchMaker:
         cuts = {"ends": lambda prompts: (0, prompts)} if self._by_tokens else {}
         self._open = OpenGroups(clock, size, self._group, **cuts)
         self._waited: dict[int, Future[Sequence[OwnGroup]]] = {}  # groups of each batch in flight, by step
-        self._at = 0  # the newest version
+        self._at = 0  # number of the newest version of the weights
         self._next: Policy | None = None  # the next window's policy; None once that window has begun
         self._playing = Policy({}, -1)  # the policy of the window that the thread plays
         self._failed: BaseException | None = None
@@ -85,7 +84,7 @@ class BatchMaker:
 
         Args:
           step: number of steps done, which is also the step of the first batch.
-          pending: the batches of this step and of later steps, each either finished or with its open groups.
+          pending: the batches of this step and of later steps; a PartialBatch has the open groups of its batch.
 
         Returns:
           The batches in flight, in the order of their steps.
@@ -111,9 +110,9 @@ class BatchMaker:
         return self._batch(step)
 
     def end_window(self) -> None:
-        """Ends the window. The rollout thread can move weights once the window's samples have stopped.
+        """Ends the window. Weights can be moved once the window's samples have stopped.
 
-        Under the wall clock, samples stop after the dispatches in flight. Under the token clock, they first draw all
+        With `rollout.clock='wall'`, samples stop after the dispatches in flight. With 'tokens', samples first draw all
         tokens of the window.
         """
         self._halt.set()
@@ -145,8 +144,8 @@ class BatchMaker:
     def state(self, step: int) -> Experience | PartialBatch:
         """Returns a batch's part of a checkpoint: the batch, or its open groups; call it between windows only.
 
-        Under the wall clock it is not decided yet which groups make the batch. So each batch in flight gets as many of
-        the open groups as a batch has, and the last batch gets all remaining groups.
+        With `rollout.clock='wall'` it is not decided yet which groups make the batch. So each batch in flight gets as
+        many of the open groups as a batch has, and the last batch gets all remaining groups.
         """
         if self._failed is not None:
             raise self._failed
@@ -177,10 +176,10 @@ class BatchMaker:
         self._waited[step] = Future()
         return PendingBatch(functools.partial(self.result, step), functools.partial(self.state, step))
 
-    # Methods of the thread.
+    # Methods that run on the thread of the rollout mesh.
 
     def _play(self, policy: Policy) -> None:
-        """Plays a window to its end; under the wall clock, until `end_window`."""
+        """Plays a window to its end; with `rollout.clock='wall'`, until `end_window`."""
         if self._failed is not None:
             return
         step, self._playing = policy.version, policy
@@ -191,7 +190,7 @@ class BatchMaker:
             self._player.play(lambda: self._open.groups, step, halt=self._halted, repeats=repeats)
             if not self._closing.is_set():
                 self._take(over=True)
-        except BaseException as error:  # noqa: BLE001 - raised where the batches are waited for
+        except BaseException as error:  # noqa: BLE001 - `result` raises it again
             self._failed = error
             for future in list(self._waited.values()):
                 if not future.done():

@@ -159,7 +159,8 @@ class Branches:
           head: largest number of tokens of a branch that the engine takes as the branch's prompt; further tokens of the
             first request are appended (`Opening.tokens`).
           recording: True to record the experts that tokens take (`Track`).
-          append: see `Histories`.
+          append: True if a branch continues even where the chat template now renders earlier turns differently
+            (`Histories`).
         """
         self._tokenizer, self._key_2, self._prompt, self._sampling = tokenizer, key_2, prompt, sampling
         self._response, self._head, self._recording = response, head, recording
@@ -209,7 +210,7 @@ class Branches:
           drawn: recorded answer (podrl.rollout.partial.pack_turn) that the branch takes over; if the answer has not
             ended, the engine samples its remaining tokens. An answer with a hash of its request (`read_record`) is
             taken over only if it answers this request. If the request opens a branch, `routes` has the branch's routes,
-            if they were recorded. None to sample the whole answer.
+            if they were recorded. None samples the whole answer.
 
         Returns:
           The request's tokens that the branch did not have; None if there is no room for them and an answer.
@@ -296,7 +297,7 @@ class Branches:
         return None if leaves is None else track.sampled + leaves - self.drawn
 
     def take_answer(self, session: Session, turn: Turn) -> None:
-        """Takes the answer to the last request."""
+        """Completes the record of the newest answer from the turn that the model has just ended."""
         assert self.current is not None and self._newest is not None
         request, track, answer = self._newest, self.current.track, self._answers[-1]
         answer.end, answer.paused = len(track.tokens), track.paused
@@ -386,7 +387,7 @@ class Branches:
             return None, [], []
         whole = session.track(self._prompt, self._key_2, self._sampling, Opening())
         piece_X: list[int] = []
-        # Compares identity, not content: `add_request` gives the array of the data's prompt itself to a branch that
+        # The comparison is by identity: `add_request` gives the array of the data's prompt itself to a branch that
         # begins with this prompt.
         first = self._branches[0].track.prompt is not self._prompt
         for number, branch in enumerate(self._branches, int(first)):
@@ -457,7 +458,8 @@ class Branches:
                 whole.routes[start:end] = track.routes[: end - start]
             elif track.routes is not None:
                 part = whole.routes[start:end]
-                # A record may have routes of later answers, which the repeated environment did not request.
+                # `track.routes` can come from a recorded answer and then covers all recorded answers of the branch. If
+                # the environment requests fewer answers when it is replayed, the row is shorter: copy only what fits.
                 part[:] = track.routes[: len(part)]
                 track.routes = part  # routes that arrive later are written into the row
 

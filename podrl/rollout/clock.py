@@ -32,7 +32,8 @@ class TokenClock:
     before the batch trains, samples are drawn to their end.
 
     Unless `rollout.window_tokens` sets the quantum, it is 0.7 times the longest sample of the last four batches,
-    divided by S: long samples are then cut into windows, and most samples are drawn by one version.
+    divided by S and rounded up to whole dispatches: long samples are then cut into windows, and most samples are drawn
+    by one version. Before the first batch is known, `rollout.max_tokens_to_generate` stands for the longest sample.
     """
 
     anew = False  # a host that takes over a group continues its samples, and gets the same tokens
@@ -51,7 +52,7 @@ class TokenClock:
         """
         self._fixed, self._windows = rollout.window_tokens, staleness
         self._multiple, self._limit = rollout.steps_per_dispatch, rollout.max_tokens_to_generate
-        self._longest: dict[int, int] = {}  # tokens of the longest sample of each batch, by step
+        self._longest: dict[int, int] = {}  # number of tokens of each batch's longest sample, by step
 
     @property
     def used(self) -> bool:
@@ -69,15 +70,18 @@ class TokenClock:
         """Does nothing, as this clock has no journal."""
 
     def quantum(self, step: int) -> int:
-        """Returns the number of tokens that a sample draws in each window, if its batch begins when `step` steps are
-        done."""
+        """Returns the number of tokens that a sample draws in each window except its last.
+
+        Args:
+          step: number of steps that are done when the sample's batch begins.
+        """
         if self._fixed is not None:
             return self._fixed
         tokens = _SHARE * max(self.state(step), default=self._limit) / max(self._windows, 1)
         return max(math.ceil(tokens / self._multiple), 1) * self._multiple
 
     def saw(self, step: int, longest: int) -> None:
-        """Records the tokens of the longest sample in the batch of a step."""
+        """Records the number of tokens of the longest sample in the batch of a step."""
         if not self.used:
             return
         self._longest[step] = longest
@@ -92,13 +96,13 @@ class TokenClock:
         self._longest.update({step - len(state) + i: longest for i, longest in enumerate(state)})
 
     def stale(self, step: int, groups: Sequence["_C"]) -> list["_C"]:
-        """Returns no groups: by this clock no group becomes too old."""
+        """Returns no groups: with this clock no group becomes too old."""
         return []
 
     stale_since = stale
 
     def without_signal(self, step: int, groups: Sequence["_C"], most: int) -> list["_C"]:
-        """Returns no groups: under this clock, dynamic sampling replaces groups while the batch is sampled."""
+        """Returns no groups: with this clock, dynamic sampling replaces groups while the batch is sampled."""
         return []
 
     def batch(self, step: int, groups: Sequence["_C"], size: int, *, over: bool = False) -> list["_C"]:
@@ -197,7 +201,7 @@ class WallClock:
 
         Args:
           journal: file of decisions; decisions in it are repeated, new decisions are added.
-          staleness: S, largest age of a token, in versions.
+          staleness: S, largest age of a token, in steps.
           place: directory of the run, for messages.
           replaced: number of samples that dynamic sampling takes from the loss with each replaced group; 0 without
             dynamic sampling.
@@ -207,7 +211,10 @@ class WallClock:
         self._dropped: list[tuple[int, int]] = []  # groups with equal rewards that left the queue in the newest step
 
     def known(self, step: int) -> int:
-        """Returns the first step from `step` on whose batch is not in the journal; earlier steps are repeated."""
+        """Returns the first step, from `step` on, whose batch is not in the journal.
+
+        The batches of earlier steps are repeated as the journal says.
+        """
         return self._journal.known(step)
 
     def recorded(self, index: int, submit_step: int, step: int) -> JournalEntry | None:
@@ -233,22 +240,22 @@ class WallClock:
         return []
 
     def stale(self, step: int, groups: Sequence[_C]) -> list[_C]:
-        """Returns the groups that are dropped when `step` steps are done, and writes the decision to the journal."""
+        """Returns the groups that are too old once `step` steps are done; writes the decision unless it is repeated."""
         self._dropped = []
         if self._journal.batch(step) is not None:
             old = set(self._journal.again(step))
         else:
             old = {group.index for group in self._too_old(step, groups)}
-            if groups:  # there are none at the start and at the end of a run
+            if groups:  # there are no groups at the start and at the end of a run
                 self._journal.write({"step": step, "again": [group.index for group in groups if group.index in old]})
         self._cancelled = len(old)
         return [group for group in groups if group.index in old]
 
     def stale_since(self, step: int, groups: Sequence[_C]) -> list[_C]:
-        """Returns the groups that are dropped because they were found to be too old after the step had begun.
+        """Returns the groups that turn out to be too old only after the step has begun, and writes them to the journal.
 
-        A dispatch may outlast a training step, so its tokens may be known too late for `stale`. The journal lists these
-        groups as if they had been known at the start of the step, and a repeated run drops them at the start.
+        A dispatch may outlast a training step, so the versions of its tokens may be known too late for `stale`. The
+        journal lists these groups as if `stale` had returned them, and a repeated run drops them at the step's start.
         """
         if self._journal.batch(step) is not None or not (late := self._too_old(step, groups)):
             return []
@@ -327,7 +334,7 @@ class WallClock:
         return known["queue"]
 
     def _replacements(self, chosen: Sequence[Candidate]) -> dict[str, float]:
-        """Returns the metrics of dynamic sampling for a batch, under the same names as under the token clock."""
+        """Returns the metrics of dynamic sampling for a batch, with the names that they have with `TokenClock`."""
         count = len(self._dropped)
         metrics = {
             "dynamic_sampling/groups_drawn": float(len(chosen) + count),
@@ -354,7 +361,7 @@ def choose(groups: Sequence[_C], step: int, size: int, staleness: int) -> list[_
       groups: the open groups.
       step: the step that trains on the batch.
       size: number of groups of the batch.
-      staleness: S, largest age of a token, in versions.
+      staleness: S, largest age of a token, in steps.
     """
     ages = {group: group.oldest for group in groups if group.ready or group.repeated}
     due = [g for g, v in ages.items() if g.repeated and v is not None and v <= step - staleness][:size]

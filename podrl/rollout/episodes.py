@@ -68,8 +68,8 @@ class EnvironmentClient:
       failed_share: env.failed_share of the job, the largest share of a request's environments that may fail.
       history: env.history of the job.
       waits_for: calls of environments that the samples wait for (`Episodes.waiting`); '' while a sample runs.
-      started: number of episodes so far, over all requests. Episodes are numbered by it, so that a late message of a
-        cancelled request is not taken for a message of a later request.
+      started: number of episodes so far, over all requests. Episodes get their numbers from this count, so that a late
+        message of a cancelled request is not taken for a message of a later request.
       inboxes: unread messages of each open episode, by the episode's number.
     """
 
@@ -102,12 +102,12 @@ class RolloutRequest:
     Attributes:
       prompts, group_size, step, sampling: arguments of `RolloutWorker.generate`.
       keys_PG2: random keys of the samples, uint32.
-      pieces: number of pieces that each group is cut into (`Scheduler.add`).
+      pieces: number of parts that each group is cut into, so that few prompts fill all shards (`Scheduler.add`).
       response: largest number of tokens of a sample after its prompt, sampled and appended tokens together.
       mode: 'train' or 'eval'.
       of_step: value of `Task.step` for environments: the training step; in an evaluation, the version of the weights.
       expected: expected number of tokens of a sample, by row; rows without a known number are missing.
-      route_bytes: bytes of a token's routes if they are recorded, else 0.
+      route_bytes: number of bytes of a token's routes if routes are recorded, else 0.
     """
 
     prompts: Prompts
@@ -140,12 +140,12 @@ class Episode:
       track: record of the sample; None before its environment has opened it.
       opening: tokens and limits that the sample begins with; None before its environment has sent them.
       stops: stop strings of the present turn that are a single special token, by the token's id.
-      strings: the other stop strings of the present turn.
+      strings: stop strings of the present turn that are not a single special token.
       turns: a record of each turn and observation, as in podrl.types.Rollouts.
       rewards: (index of the token in the completion, reward) of each reward.
       reward: sum of the environment's rewards; None until the environment has ended, or if it gave no reward.
       metrics: metrics that the environment gave, by name.
-      stop: reason why the sample ended (`podrl.types.STOP_ENV` and the others); None while it goes on.
+      stop: reason why the sample ended, one of the STOP_* codes of `podrl.types`; None while it goes on.
       text: text of the completion, which may be the environment's own instead of the text of the tokens.
       own_text: True if `text` is the environment's own.
       full: True if the sample had no room for the environment's last message.
@@ -228,11 +228,11 @@ class EpisodePlayer:
         self._partial = partial
         self._session: Any = None
         self._episodes = {b: Episode() for b in range(len(request.prompts.length_P) * request.group_size)}
-        self._unopened: dict[int, set[int]] = {}  # by prompt: samples whose environments have not opened them yet
+        self._unopened: dict[int, set[int]] = {}  # samples that no environment has opened yet, by prompt
         self._ended: list[int] = []
         self._waiting: set[int] = set()  # samples that wait for a message of their environments
         self._returned: set[int] = set()  # samples whose environments wait for routes (`EpisodeReturn`)
-        self._inboxes: dict[int, list[EpisodeEvent]] = {}  # by row: the episode's inbox in `EnvironmentClient.inboxes`
+        self._inboxes: dict[int, list[EpisodeEvent]] = {}  # inboxes of `EnvironmentClient.inboxes`, by row
         self._budget = TokenBudget()
         self._calls: int | None = None
         self._failed = 0
@@ -243,8 +243,8 @@ class EpisodePlayer:
 
     def enter(self, session: Session, budget: TokenBudget, calls: int | None = None) -> None:
         if self._session is None:
-            # Under the wall clock the tokens of recorded answers come from old versions of the weights, so only a batch
-            # that is repeated from the journal may use them.
+            # With `rollout.clock='wall'` the tokens of recorded answers come from old versions of the weights, so only
+            # a batch that is repeated from the journal may use them.
             self._begin_all(session, recorded=budget.repeated or not self._by_wall)
         self._session, self._budget = session, budget
         self._windows |= budget.quantum is not None
@@ -308,8 +308,8 @@ class EpisodePlayer:
     def _state(self, episode: Episode) -> tuple[SavedState, Track | None]:
         if episode.stop is not None or (episode.track is not None and episode.branches is None):
             return {"episode": episode.state()}, episode.track
-        # The environment will begin again. If it sends the same requests, it gets the recorded answers. Under the wall
-        # clock the answers depend on time, so they are not recorded and may be sampled anew.
+        # The environment will begin again. If it sends the same requests, it gets the recorded answers. With
+        # `rollout.clock='wall'` the answers depend on time, so they are not recorded and may be sampled anew.
         begun = {"episode": Episode().state()}
         if episode.branches is None or self._by_wall:
             return begun, None
@@ -351,7 +351,7 @@ class EpisodePlayer:
             fields=fields,
             seed=int(self.request.keys_PG2[p, g, 0]),
             index=int(prompts.index_P[p]),
-            sample=g - sampling.greedy if sampling.of(g).temperature else -1,  # -1: the greedy sample of the group
+            sample=g - sampling.greedy if sampling.of(g).temperature else -1,  # -1 stands for the greedy sample
             step=self.request.of_step,
             mode=self.request.mode,
         )
@@ -606,7 +606,7 @@ class EpisodePlayer:
             self._drop_recorded_answers(b)
         if failed and episode.branches is not None and self._by_wall:
             # The tokens of a failed conversation are not in the loss. The journal has no record of the conversation, so
-            # a repeated run cannot sample it again. This run drops it, too, so that the sample is the same in both.
+            # a repeated run cannot sample it again. This run drops it, too, so that both runs have the same sample.
             episode.track, episode.branches, episode.piece, episode.turns = None, None, [], []
         if failed:
             episode.rewards = []  # otherwise rewards of turns before the failure would look like the whole reward

@@ -14,12 +14,12 @@ from podrl.rollout.partial import PartialBatch, of_tracks
 from podrl.rollout.token_budget import TokenBudget, as_budget
 from podrl.types import STOP_DEADLINE, Experience, Policy, Prompts
 
-# Who decides which version of the weights draws a token (podrl.rollout.clock):
-#   wall     the wall clock
-#   windows  the token clock; several versions draw a sample
-#   whole    the token clock; one version draws all samples of a batch in one call
+# How the versions of the weights that draw a token are decided (podrl.rollout.clock):
+#   wall     with `rollout.clock='wall'`: by time
+#   windows  with `rollout.clock='tokens'`: by numbers of tokens; several versions draw a sample
+#   whole    with `rollout.clock='tokens'`: one version draws all samples of a batch in one call
 Mode = Literal["wall", "windows", "whole"]
-_LOOK_S = 0.01  # pause between two looks at rewards while no sample is open
+_LOOK_S = 0.01  # seconds between two checks of the rewards while no sample is open
 
 
 @dataclasses.dataclass(eq=False)
@@ -95,7 +95,9 @@ class OwnGroup(Group):
 
 @dataclasses.dataclass(eq=False)
 class TokenGroup(OwnGroup):
-    """A group under the token clock: prompts of one batch whose samples one process makes.
+    """All samples of those prompts of a batch that one process makes: the unit of work with `rollout.clock='tokens'`.
+
+    Elsewhere a group is the samples of one prompt.
 
     Attributes:
       quantum: number of tokens that a sample draws in each window except the last; 0 if one version draws all tokens.
@@ -137,8 +139,8 @@ class GroupPlayer:
     """Generates groups through the windows of versions, on the thread that uses the rollout mesh.
 
     Window w lasts from the publication of version w to the publication of version w + 1. Fixed groups, whose token
-    budgets are decided in advance, are played first and without interruption. Under the token clock all groups are
-    fixed; under the wall clock only the groups in the journal are fixed.
+    budgets are decided in advance, are played first and without interruption. With `rollout.clock='tokens'` all groups
+    are fixed; with 'wall' only the groups in the journal are fixed.
     """
 
     def __init__(
@@ -179,7 +181,7 @@ class GroupPlayer:
         since: int = 0,
         in_batch: bool = False,
     ) -> OwnGroup:
-        """Opens a group, whose samples begin in the next window; for the arguments see OwnGroup and TokenGroup."""
+        """Opens a group; its samples begin when `play` reaches it. For the arguments see OwnGroup and TokenGroup."""
         samples = None if self._mode == "whole" else self._generator.begin(prompts, submit_step, origin)
         own = (prompts, number, submit_step, repeated, origin, samples, recorded, since, in_batch)
         return OwnGroup(*own) if self._mode == "wall" else TokenGroup(*own, quantum=quantum)
@@ -203,9 +205,10 @@ class GroupPlayer:
         """Returns the experience of groups that have ended, which is the batch of a step or a part of the batch.
 
         Args:
-          groups: the groups; under the token clock exactly one.
+          groups: the groups; with `rollout.clock='tokens'` exactly one.
           step: the step that trains on the groups.
-          position: state of the data, JSON bytes, for a checkpoint without open groups; not used under the token clock.
+          position: state of the data, JSON bytes, for a checkpoint without open groups; used only with
+            `rollout.clock='wall'`.
 
         Raises:
           BatchError: a reward function failed, or too many samples failed.
@@ -311,7 +314,7 @@ class GroupPlayer:
     def _in_order(self, groups: Sequence[OwnGroup], version: int) -> list[list[OwnGroup]]:
         """Splits the fixed groups into sets that are played together, and sorts the sets.
 
-        Under the token clock, the groups of the batch that trains next come first.
+        With `rollout.clock='tokens'`, the groups of the batch that trains next come first.
         """
         fixed = [group for group in groups if group.fixed]
         if self._mode == "wall":
@@ -322,7 +325,7 @@ class GroupPlayer:
         return [[g for g in fixed if g.submit_step <= version], [g for g in fixed if g.submit_step > version]]
 
     def _finish(self, group: TokenGroup, policy: Policy) -> None:
-        """Makes the experience of a group under the token clock, if this window is the last one that draws it."""
+        """Makes the experience of a TokenGroup, if this window is the last window that draws its samples."""
         if self._mode == "whole":
             group.experience = self._generator(group.prompts, policy, group.submit_step)
         elif policy.version >= last_window(group.submit_step):

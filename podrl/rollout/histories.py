@@ -111,7 +111,7 @@ class Histories:
 
         Returns:
           (token ids, number of messages) of the conversation up to its last answer, or (None, 0) if this part is not
-          known or if anyone but users and tools speaks after it.
+          known, if no message follows it, or if a system message follows it.
         """
         last = max((i for i, message in enumerate(messages) if message["role"] in ("assistant", "system")), default=-1)
         if not 0 <= last < len(messages) - 1 or messages[last]["role"] != "assistant":
@@ -134,8 +134,8 @@ class Histories:
           last: last token of the known answer.
 
         Returns:
-          Token ids; None if the chat template now renders the known answer or a message before it differently, or
-          renders nothing after it.
+          Token ids; None if the chat template refuses the conversation, loses the known answer, renders nothing after
+          it, or (without `append`) renders the known answer or a message before it differently than before.
         """
         answer = str(messages[count - 1].get("content") or "")
         words = _THOUGHTS if "</think>" in answer and not self._append else _WORDS
@@ -143,7 +143,7 @@ class Histories:
         try:
             whole = self._parts(_folded([*messages[: count - 1], stand_in, *messages[count:]], form), tools)
             before = self._parts(_folded(messages[: count - 1], form), tools)
-        except ValueError:  # for example, a template that refuses an output without a call before it
+        except ValueError:  # a template may refuse, for example, an output without a call before it
             return None
         at = next((i for i, (text, _) in enumerate(whole) if words in text), None)
         if at is None:

@@ -10,19 +10,19 @@ def faults(rollouts: Rollouts, *, step: int, max_staleness: int) -> dict[str, fl
     """Compares the arrays of a batch with each other, and counts tokens with contradictions.
 
       rollout/faulty_tokens    tokens with any of these faults:
-                               the loss uses a token that is in the prompt or padding, begins a piece, or has no
-                               version or log-probability;
+                               the loss uses a token that is in the prompt or padding, begins a piece, has no
+                               version, or has a log-probability that is positive or not finite;
                                the loss leaves a sampled token out;
                                a token in a row's prompt differs from the prompt;
-                               the number of the token's piece does not count up from 0;
+                               the token's piece is neither the piece of the token before it nor the next piece;
                                the token's piece begins inside the prompt
       rollout/unknown_version  tokens sampled by weights that the trainer has not made yet
-      rollout/stale_tokens     tokens sampled by weights that are more than `max_staleness` updates old
+      rollout/stale_tokens     tokens sampled by weights that are more than `max_staleness` steps old
 
     Args:
       rollouts: samples as the engine made them, before any sample is left out of the loss.
       step: the step that trains on the samples; also the version of the weights before its update.
-      max_staleness: largest allowed number of updates between the weights that sampled a token and the weights of the
+      max_staleness: largest allowed number of steps between the weights that sampled a token and the weights of the
         step.
 
     Returns:
@@ -56,7 +56,7 @@ def faults(rollouts: Rollouts, *, step: int, max_staleness: int) -> dict[str, fl
 def ages(rollouts: Rollouts, *, step: int) -> dict[str, float]:
     """Counts how old a batch's tokens are; counts of several hosts may be added.
 
-    rollout/age              number of updates from the weights that sampled a token to the weights of `step`, summed
+    rollout/age              number of steps from the weights that sampled a token to the weights of `step`, summed
                              over tokens
     rollout/mixed_samples    number of samples whose tokens come from several versions of the weights
     """

@@ -1,4 +1,4 @@
-"""The journal of a run with the wall clock: the groups of each batch, and the versions that drew their tokens."""
+"""The journal of a run with `rollout.clock='wall'`: the groups of each batch, and the versions that drew the tokens."""
 
 import os
 import pathlib
@@ -14,7 +14,9 @@ _UNSEALED = ({"step": int, "again": list}, {"step": int, "groups": list, "queue"
 
 
 class WallJournal:
-    """The decisions of the wall clock, one JSON line with a checksum for each. A line is on disk before its effect.
+    """The decisions of a `WallClock`, one JSON line with a checksum for each.
+
+    A line is on disk before any process acts on its decision.
 
       {"step": 7, "again": [12]}                prompts that are submitted again when 7 steps are done, because their
                                                 old samples are dropped
@@ -32,8 +34,9 @@ class WallJournal:
       tokens  for each sample the number of its tokens, including appended tokens
       late    rows of the samples whose environments ran out of time
 
-    If two lines have the same step and kind, the later line counts: a run that was killed after it wrote a decision,
-    but before it acted on the decision, may decide differently when it is started again.
+    If two lines have the same step and kind, the later line counts. A second line "again" adds groups that turned out
+    to be too old after the step had begun (`WallClock.stale_since`). And a run that was killed after it wrote a
+    decision, but before it acted on the decision, may decide differently when it is started again.
     """
 
     def __init__(self, directory: pathlib.Path, written: Callable[[], None] = lambda: None):
@@ -143,8 +146,8 @@ def runs_of(versions: Sequence[int], breaks: Sequence[int]) -> list[list[int]]:
 def agrees(group: JournalEntry, drawn: Sequence[Sequence[Sequence[int]]], step: int) -> bool:
     """Returns True if partly drawn samples can still become the recorded samples of their group.
 
-    They cannot if the recorded run later lost the host of these samples, because another host then drew all samples of
-    the group again from their beginning.
+    They cannot become the recorded samples if the recorded run later lost their host, because another host then drew
+    all samples of the group again from their beginning.
 
     Args:
       group: the group's entry in the journal.

@@ -19,7 +19,7 @@ from podrl.types import Prompts
 
 @dataclasses.dataclass(eq=False)
 class Group(abc.ABC):
-    """A prompt and its samples; under the token clock, several prompts whose samples one process makes.
+    """A prompt and its samples; with `rollout.clock='tokens'`, several prompts whose samples one process makes.
 
     Attributes:
       prompts: the prompts.
@@ -45,12 +45,12 @@ class Group(abc.ABC):
 
     @property
     def index(self) -> int:
-        """Position of the first prompt in the data."""
+        """Position in the data of the group's first prompt."""
         return int(self.prompts.index_P[0])
 
     @property
     def key(self) -> tuple[int, int]:
-        """Identity of the group: position of the first prompt in the data, and `submit_step`."""
+        """Identity of the group: position in the data of its first prompt, and `submit_step`."""
         return self.index, self.submit_step
 
     @property
@@ -162,7 +162,8 @@ class OpenGroups(Generic[_G]):
     def submit(self, prompts: Prompts, step: int) -> None:
         """Opens groups for the prompts of a step's batch.
 
-        Under the wall clock, the prompts after the first `size` prompts are the step's reserve for dynamic sampling.
+        With `rollout.clock='wall'`, the prompts after the first `size` prompts are the step's reserve for dynamic
+        sampling.
 
         Raises:
           ValueError: the batches of the checkpoint have another number of prompts in reserve.
@@ -226,7 +227,7 @@ class OpenGroups(Generic[_G]):
     def decide(self, step: int, chosen: Sequence[_G]) -> None:
         """Makes groups the batch of a step, and removes them from the open groups.
 
-        Under the wall clock the decision is in the journal when this call returns.
+        With `rollout.clock='wall'` the decision is in the journal when this call returns.
         """
         left = [group for group in self.groups if group not in chosen]
         self._counts[step] = self._clock.decide(step, chosen, left)
@@ -262,7 +263,7 @@ class OpenGroups(Generic[_G]):
 
     @property
     def _keeps_reserve(self) -> bool:
-        """True under the wall clock; under the token clock a group itself holds the prompts in reserve."""
+        """True with `rollout.clock='wall'`; with 'tokens' a group itself holds the prompts in reserve."""
         return self._clock.mode == "wall"
 
     def _cut(self, prompts: Prompts) -> list[tuple[int, Prompts]]:

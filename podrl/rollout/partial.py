@@ -26,7 +26,7 @@ class PartialBatch:
     Attributes:
       prompts: all prompts of the batch, as they were read.
       step: the step that trains on the batch.
-      quantum: number of tokens that each sample draws in a window.
+      quantum: number of tokens that each sample draws in a window; 0 with `rollout.clock='wall'`.
       longest: number of tokens of the longest sample in each recent batch; the next quanta follow from these numbers.
       samples: JSON values of each sample, group-major, for the prompts submitted so far. Dynamic sampling may submit
         the other prompts later.

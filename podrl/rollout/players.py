@@ -219,10 +219,10 @@ class Pace:
 
     def __init__(self, session: Session, clock: Callable[[], float] = time.perf_counter):
         self._session, self._clock = session, clock
-        # Samples in the dispatch that was read last, how many of them paused, and the time when it was read.
+        # Number of samples in the dispatch that was read last, number of them that paused, and time of the read.
         self._samples, self._paused, self._since = 1, 0, 0.0
         self._shares = collections.deque([0.25], maxlen=8)  # share of a dispatch's samples that left their lanes
-        self._failed = self._rest = 0  # number of trials in a row that did not pay; dispatches until the next trial
+        self._failed = self._rest = 0  # number of failed trials in a row; number of dispatches until the next trial
 
     def read_first(self) -> bool:
         """Returns True if the dispatch in flight should be read first, so that paused samples can be answered."""
@@ -244,7 +244,7 @@ class Pace:
         """Records that a dispatch was read.
 
         Args:
-          samples: number of samples in it.
+          samples: number of samples in the dispatch.
           paused: number of these samples that paused.
           left: number of these samples that left their lanes, for any reason.
         """
@@ -253,7 +253,7 @@ class Pace:
 
     def wait(self, env_client: EnvironmentClient, players: Sequence[Player]) -> None:
         """Waits for answers while the device is idle, at most for the device time that the paused lanes would waste."""
-        lane_s = min(self._session.took, default=0.0) / self._samples  # value of a lane, in seconds of the device
+        lane_s = min(self._session.took, default=0.0) / self._samples  # seconds of the device per sample in a dispatch
         since = self._since - 2 * max(self._session.planned, default=0.0)  # the launch costs idle time, too
         before = left = _waiting(players)
         while left and (rest := since + lane_s * self._paused - self._clock()) > 0:

@@ -87,7 +87,7 @@ class Serving:
         self._dialogue, self.histories = Dialogue(tokenizer), Histories(tokenizer, parser, append=history == "append")
         self._context, self._vocab = worker.config.kv_cache_size, worker.model.vocab_size
         self._session: Session | None = None
-        self._request_count = 0  # requests of the present session
+        self._request_count = 0  # number of requests of the present session
         self._states: dict[int, _RequestState] = {}
         self._repeated: collections.OrderedDict[bytes, int] = collections.OrderedDict()
 
@@ -285,7 +285,10 @@ class Serving:
         return self._tokenizer.decode([token]) or self._tokenizer.token_text(token)
 
     def _part(self, state: _RequestState, i: int) -> AnswerPart | None:
-        """Writes the unsent tokens of sample i; None if there are none, or if they end within a character."""
+        """Writes the unsent tokens of sample i, if it has not ended.
+
+        Returns None if there are none, or if later tokens may change their text, as within a character.
+        """
         track, sent, begin = state.tracks[i], state.sent[i], state.begin[i]
         if len(track.tokens) == sent or track.stop is not None:
             return None

@@ -17,8 +17,8 @@ class TokenBudget:
       late: number of tokens, appended tokens included, that a sample had when its environment ran out of time in the
         run that is repeated, by row. The environment runs out of time at the same token again.
       urgent: True if the samples get lanes before samples that are not urgent.
-      repeated: True if the batch of the samples is repeated from the wall clock's journal, so that finished episodes
-        are played from their records.
+      repeated: True if the batch of the samples is repeated from a journal (podrl/rollout/journal.py), so that finished
+        episodes are played from their records.
     """
 
     quantum: int | None = None

@@ -135,7 +135,7 @@ class RolloutWorker:
         self._refreshed: Policy | None = None
         self._lengths = SampleLengths()
 
-    # Life of the engine.
+    # Methods that compile the engine, and allocate or free its pools.
 
     def warm_up(self, params: PyTree, progress: Callable[[str], None] | None = None) -> None:
         """Compiles every program the engine will ever run, and allocates its pools.
@@ -208,7 +208,7 @@ class RolloutWorker:
           ValueError: the engine cannot serve the request; raised before anything runs.
           FailedSamplesError: more than a tenth of the samples met logits that are NaN or infinite.
           EnvironmentFailure: an environment raised an error.
-          ServiceError: a service that an environment asks cannot be reached.
+          ServiceError: a service that an environment calls cannot be reached.
         """
         started = time.perf_counter()
         player = self.player(prompts, group_size=group_size, step=step, sampling=sampling, mode=mode, policy=policy)
@@ -251,7 +251,7 @@ class RolloutWorker:
 
         Args:
           prompts, group_size, step, sampling, mode: arguments of `generate`.
-          policy: policy of an evaluation; environments read its version as `Task.step`. None for training.
+          policy: in mode 'eval', the policy whose version environments read as `Task.step`; not used in mode 'train'.
           partial: the samples' state when another process stopped playing them; None if they begin here.
 
         Raises:
@@ -289,7 +289,7 @@ class RolloutWorker:
         session = self.session(policy)
         for player, b, sample in self._run(session, players, calls, halt):
             if len(player.done) == player.request.samples:
-                session.finish_routes()  # not in `rows`, which may be called on another thread
+                session.finish_routes()  # done here, because `rows` may be called on another thread
             yield player, _finished(b, sample, player.request.group_size)
 
     def rows(self, player: Player, seconds: float) -> Rollouts:
@@ -365,8 +365,9 @@ class RolloutWorker:
         index_PG = np.repeat(np.asarray(prompts.index_P)[:, None], group_size, axis=1)
         sample_PG = np.broadcast_to(np.maximum(np.arange(group_size) - sampling.greedy, 0), index_PG.shape)
         keys_PG2 = sample_keys(self._seed, step, index_PG.ravel(), sample_PG.ravel()).reshape(*index_PG.shape, 2)
-        # Without replay, the first batch of a run has routes, for the warning of `GRPO`. By the wall clock a batch is
-        # made of groups of several requests, and these must agree, so there it has none.
+        # Even without router replay the first batch of a run records routes, because `GRPO` warns once how much closer
+        # trainer and sampler would be with router replay. With clock='wall' a batch joins groups of several requests,
+        # which must all have routes or all have none; so there the first batch has none either.
         records = self.config.router_replay or (step == 0 and self.config.clock == "tokens")
         return RolloutRequest(
             prompts,
@@ -505,10 +506,10 @@ def _failures(session: Session, samples: int) -> str:
 
 
 def pieces_per_prompt(prompts: int, group_size: int, shards: int) -> int:
-    """Chooses the number of pieces to cut each group into, so that few prompts still fill all shards.
+    """Chooses the number of parts to cut each group into, so that few prompts still fill all shards.
 
-    The number is 1 if the groups divide evenly over the shards or there are many groups. A prompt is prefilled once on
-    each shard that has one of its pieces.
+    The number is 1 if the groups divide evenly over the shards or there are at least four groups per shard. A prompt is
+    prefilled once on each shard that has one of its group's parts.
 
     Args:
       prompts: P, number of prompts.

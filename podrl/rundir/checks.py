@@ -15,26 +15,26 @@ from podrl.mappings import LogRecord
 from podrl.rundir.history import WINDOW, Past, average, number
 
 # Bounds beyond which the checks report a finding; docs/doctor.md states them.
-SUPPORT = 0.95  # least rollout/kept_mass
-TRUNCATED = 0.25  # largest share of samples cut off at the token limit
-NO_SIGNAL = 0.8  # largest share of groups with equal rewards
-LONGER = 2.0  # largest ratio of the samples' length to their length in the first steps
-COLLAPSED = 0.1  # least ratio of the entropy to the entropy in the first steps
-UNEVEN = 0.5  # least ratio of the evenness of the experts' load to the evenness in the first steps
-KL_LIMIT = 1.0  # largest KL divergence, in nats per token
-SPIKE = 10.0  # largest ratio of the gradient norm to its median in the steps before
-FAILING = 0.5  # largest share of a tool's calls that fail
+SUPPORT = 0.95  # smallest accepted rollout/kept_mass
+TRUNCATED = 0.25  # largest accepted share of samples cut off at the token limit
+NO_SIGNAL = 0.8  # largest accepted share of groups with equal rewards
+LONGER = 2.0  # largest accepted ratio of the samples' length to their length in the first steps
+COLLAPSED = 0.1  # smallest accepted ratio of the entropy to the entropy in the first steps
+UNEVEN = 0.5  # smallest accepted ratio of the evenness of the experts' load to the evenness in the first steps
+KL_LIMIT = 1.0  # largest accepted KL divergence, in nats per token
+SPIKE = 10.0  # largest accepted ratio of the gradient norm to its median in the steps before
+FAILING = 0.5  # largest accepted share of a tool's calls that fail
 _UNKNOWN = "unknown"  # stands for the tools that models call and that do not exist
-STARVED = 0.25  # largest share of a step's time that data, rewards or a checkpoint may take
-UNPAID = 0.95  # least share of samples with reward 0 that is reported
+STARVED = 0.25  # largest accepted share of a step's time that data, rewards or a checkpoint may take
+UNPAID = 0.95  # smallest share of samples with reward 0 that is reported
 REPEATED = 8  # number of times in a row that a piece of text occurs, to count as repetition
 SETTLED = 10  # number of steps for which a value must be constant before a check reports it
-WAITS = 0.5  # largest share of a step's time in which the update waits
-LONGEST = 3.0  # least ratio of a batch's longest sample to its mean length, without staleness
-TAUGHT = 0.01  # least divergence between policy and teacher, in nats per token
-COMPARED = 0.5  # least share of tokens with a teacher
-APART = 2.0  # largest ratio of the divergence from the teacher to the divergence in the first steps
-UNLIKELY = 1.5  # largest ratio of the negative log-probability to its value in the first steps
+WAITS = 0.5  # largest accepted share of a step's time in which the update waits
+LONGEST = 3.0  # without staleness, waits are reported from this ratio of the longest sample to the mean length on
+TAUGHT = 0.01  # smallest accepted divergence between policy and teacher, in nats per token
+COMPARED = 0.5  # smallest accepted share of tokens with a teacher
+APART = 2.0  # largest accepted ratio of the divergence from the teacher to its value in the first steps
+UNLIKELY = 1.5  # largest accepted ratio of the negative log-probability to its value in the first steps
 
 Look = Callable[[LogRecord, Past], str]  # describes the fault of a record; '' if there is none
 
@@ -87,7 +87,7 @@ def check(name: str, *, kind: str = "step", meaning: str, key: str) -> Callable[
 def _prompts(now: LogRecord, past: Past) -> str:
     first, before = number(now, "data/first_prompt"), number(past.last[-1], "data/last_prompt") if past.last else None
     if first is None or before is None or past.setting("rollout.clock", "tokens") == "wall":
-        return ""  # with the wall clock, batches do not follow the order of the data stream
+        return ""  # with clock='wall', batches do not follow the order of the data stream
     if first <= before:
         return f"the batch begins with prompt {first:.0f} of the stream, and prompt {before:.0f} was trained before it"
     if first > before + 1 and not past.setting("algo.dynamic_sampling", False):
@@ -112,7 +112,7 @@ def _version(now: LogRecord, past: Past) -> str:
 )
 def _stale(now: LogRecord, past: Past) -> str:
     count, bound = number(now, "rollout/stale_tokens") or 0, past.setting("algo.max_staleness", 0)
-    return f"{count:.0f} sampled tokens are more than {past.section}.max_staleness={bound} updates old" if count else ""
+    return f"{count:.0f} sampled tokens are more than {past.section}.max_staleness={bound} steps old" if count else ""
 
 
 @check(
@@ -613,8 +613,8 @@ def _waits(now: LogRecord, past: Past) -> str:
         return ""
     uneven = average(longest) / average(mean) if longest and mean and average(mean) > 0 else 0.0
     if not past.setting("algo.max_staleness", 0) and uneven < LONGEST:
-        # Without staleness the update always waits for samples. Overlapping the two pays only if a few samples are much
-        # longer than the others.
+        # Without staleness the update always waits for samples. To overlap sampling and update pays only if a few
+        # samples are much longer than the others.
         return ""
     text = f"perf/waits_samples is {average(waits):.2f} over {SETTLED} steps"
     return f"{text}, the longest sample {uneven:.2g} times the mean" if uneven else text
@@ -649,7 +649,7 @@ def _since_first(
 
 
 def _paying(now: LogRecord, past: Past) -> list[str]:
-    """Names the reward functions and the environment; but not the environment 'tools', which never gives a reward."""
+    """Lists the names of the reward functions, and of the environment unless it is 'tools', which gives no reward."""
     names = [name.removeprefix("reward/zero/") for name in now if name.startswith("reward/zero/")]
     return [name for name in names if name != "environment" or past.setting("env.environment", "") != "tools"]
 
@@ -669,7 +669,7 @@ def _still(now: LogRecord, past: Past) -> bool:
 def _saturated(now: LogRecord, past: Past) -> bool:
     """Returns True if rewards hardly differ any more and are higher than in the first steps.
 
-    Rewards do not count as saturated if a function gives 0 to nearly all samples: then another function is the reason.
+    Rewards do not count as saturated if a function gives 0 to nearly all samples: another check reports this function.
     """
     paying = [name for name in _paying(now, past) if (number(now, f"reward/{name}") or 0) >= 0]
     if any((number(now, f"reward/zero/{name}") or 0) >= UNPAID for name in paying):

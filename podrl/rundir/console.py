@@ -16,7 +16,7 @@ import rich.progress
 import rich.table
 import rich.text
 
-# Wide enough for the tables when the output goes to a file.
+# Number of columns that is enough for the tables when the output goes to a file.
 _WIDTH = 124
 _NARROW = 60  # a terminal with fewer columns gets a run's table without means
 _LAST = 10  # number of steps over which a mean is taken
@@ -31,7 +31,7 @@ def make_console(
       width: number of columns if the output is not a terminal.
       stderr: True for standard error, False for standard output.
       quiet: True to print nothing.
-      file: file to print to instead of standard output or error; None for these.
+      file: file to print to; None prints to standard output or standard error.
     """
     terminal = (file or (sys.stderr if stderr else sys.stdout)).isatty()
     return rich.console.Console(

@@ -4,7 +4,7 @@ import dataclasses
 import json
 
 from podrl.mappings import ConfigValues, LogRecord
-from podrl.rundir import token_checks  # noqa: F401 - fills CHECKS
+from podrl.rundir import token_checks  # noqa: F401 - the import adds to CHECKS
 from podrl.rundir.checks import CHECKS
 from podrl.rundir.history import KINDS, Past, kind_of
 from podrl.rundir.metrics import read_records

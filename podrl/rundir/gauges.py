@@ -38,7 +38,7 @@ class StepWork:
       devices: number of devices of both meshes that belong to this process's cluster.
       peak: peak operations per second of one device; 0 if not known.
       parameters: number of the policy's parameters that every token passes, adapters included.
-      trainable: number of these parameters that have a gradient.
+      trainable: number of the policy's parameters that every token passes and that have a gradient.
       passes: number of updates that each sample takes part in per step.
     """
 
@@ -93,7 +93,7 @@ class Gauges:
         spent = self._spent
         spent["start"] += sum(values.get(name, 0.0) for name in _BEGINNING)
         spent["evaluation"] += values.get("time/evaluation", 0.0)
-        # The record of an evaluation has no time/step. Its times are from the last step on, or from the start.
+        # The record of an evaluation has no time/step. Its times are those since the last step, or since the start.
         if "time/step" not in values:
             spent["checkpoint"] += values.get("time/checkpoint", 0.0)
             counted = (*_BEGINNING, "time/evaluation", "time/checkpoint")
@@ -108,7 +108,7 @@ class Gauges:
         spent["useful"] += step - compiled - saved
 
     def of_step(self, values: Mapping[str, float], memory: float | None, at: float | None = None) -> dict[str, float]:
-        """Computes perf/* of a step, after adding its times.
+        """Computes perf/* of a step, after adding the step's times to the sums of the run.
 
         Args:
           values: metrics of the step; perf/compile is among them if something was compiled.

@@ -23,17 +23,17 @@ WINDOW = 5  # number of steps over which a mean is taken
 
 
 class Past:
-    """Facts that a check may use besides the record it looks at.
+    """The facts that a check may use besides the record that it looks at.
 
     Attributes:
       config: the run's configuration, as in config.json.
       first: records of the first WINDOW steps.
-      last: records of the last 20 steps before this one, oldest first.
+      last: records of the 20 steps before the present step, oldest first.
       evaluations: records of the first evaluation and the last two.
       samples: the last 16 recorded training samples.
       repeating: whether each of the last 8 recorded training samples repeats itself; the check of repetition fills this
         list.
-      steps: number of steps seen before this one.
+      steps: number of steps seen before the present step.
     """
 
     def __init__(self, config: ConfigValues):
@@ -60,7 +60,7 @@ class Past:
     def setting(self, key: str, default: Any) -> Any:
         """Returns a value of the configuration, or `default` if it is absent or None.
 
-        Key 'algo.NAME' is NAME in the section of the run's algorithm.
+        Key 'algo.NAME' is NAME in the section `section`.
         """
         group, _, name = key.partition(".")
         section = self.config.get(self.section if group == "algo" else group) or {}
@@ -69,7 +69,7 @@ class Past:
 
     @property
     def section(self) -> str:
-        """Returns the name of the algorithm's section in the configuration: 'grpo' or 'ppo'."""
+        """Returns the section that 'algo.NAME' stands for: 'ppo' for PPO, and 'grpo' for every other algorithm."""
         return "ppo" if self.config.get("algorithm") == "ppo" or "ppo" in self.config else "grpo"
 
     @property
@@ -86,7 +86,7 @@ class Past:
         return trainer == self.setting("rollout.data_type", trainer) == "float32" and not quantised
 
     def recent(self, now: LogRecord, name: str, count: int = WINDOW) -> list[float]:
-        """Returns the last `count` values of a metric, oldest first; the last one is the value of this step.
+        """Returns the last `count` values of a metric, oldest first; the last value is the value of this step.
 
         Returns [] if there are fewer steps, or if the metric is missing or not finite in one of them.
         """

@@ -86,7 +86,7 @@ def write(workdir: pathlib.Path, config: ConfigValues, defaults: ConfigValues | 
 
 
 def plain(config: ConfigValues) -> ConfigValues:
-    """Returns a configuration as JSON holds it; a function becomes its name, which is equal in every process."""
+    """Converts a configuration to JSON values; a function becomes its name, which is equal in every process."""
 
     def name(value: object) -> str:
         called = getattr(value, "__qualname__", None)
@@ -114,7 +114,7 @@ def compare(place: str, workdir: pathlib.Path, mine: ConfigValues, defaults: Con
     checkpoints = locate(place) / "checkpoints"
     if not has_steps(workdir, checkpoints):
         return []
-    theirs = read(workdir, checkpoints) or mine  # a run without a recorded configuration takes any
+    theirs = read(workdir, checkpoints) or mine  # a run without a recorded configuration takes any configuration
     allowed, refused = changes(theirs, mine, defaults)
     if refused:
         raise ValueError(

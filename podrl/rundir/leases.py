@@ -50,7 +50,7 @@ def step_of(task: str) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Lease:
-    """A range of neighbouring places of a task, and the host that makes them.
+    """A range of neighbouring places of a task, and the host that makes the groups or shares at these places.
 
     Attributes:
       task: name of the task, from `batch` or `evaluation`.
@@ -195,7 +195,7 @@ class LeaseClient(Leases):
         return self._change
 
     def enter(self) -> JsonObject:
-        """Asks the leader to admit this process, and takes over its table.
+        """Asks the leader to admit this process, and takes over the leader's table of leases.
 
         Returns:
           The leader's answer: the step at which this process begins, and the entries that the function `start` of
@@ -282,13 +282,13 @@ class LeaseServer(Leases):
         """
         super().__init__(pod, deadline_s)
         self._ending = ending
-        self._members: dict[int, int] = {}  # by host in the job: the step that it has reached
-        self._entered: dict[int, int] = {}  # by host: the step at which it joined
-        # By step: the function that makes the answer to a host that joins at this step.
+        self._members: dict[int, int] = {}  # step that each host in the job has reached, by host
+        self._entered: dict[int, int] = {}  # step at which each host joined, by host
+        # Functions that make the answer to a host that joins at a step, by step.
         self._starts: dict[int, Callable[[], dict[str, Any]]] = {}
         self._change = 0
         self._dropped = 0  # number of the last change whose message is not offered any more
-        self._change_of_batch: dict[int, int] = {}  # by step: number of the change that announced its batch
+        self._change_of_batch: dict[int, int] = {}  # number of the change that announced each batch, by step
         self.reassigned = 0
         self.regroup: Callable[[], None] = lambda: None
 
@@ -455,7 +455,7 @@ class LeaseServer(Leases):
             return Message({**start, "change": self._change, "tasks": tasks}, arrays)
 
     def _remove_host(self, host: int) -> None:
-        """Removes a lost host and gives its leases to others, on the channel's thread."""
+        """Removes a lost host and gives its leases to other hosts, on the channel's thread."""
         with self._changed:
             self._members.pop(host, None)
             self._changed.notify_all()
@@ -481,14 +481,16 @@ class LeaseServer(Leases):
         self.regroup()
 
     def _moved(self, lease: Lease, others: Sequence[Lease]) -> Lease:
-        """Gives a lost host's lease to the host with the fewest places of the task (NOBODY if there is no host);
-        returns it."""
+        """Gives a lost host's lease to the host with the fewest places of the task, or to NOBODY if there is no host.
+
+        Returns the lease with its new host.
+        """
         of = dict.fromkeys(sorted(self._members), 0)
         for other in others:
             if other.host in of:
                 of[other.host] += other.last - other.first
         evaluates, since = lease.task.startswith("evaluation/"), self._tasks[lease.task].since
-        # A host that joined after an evaluation had begun has no copy of the weights to evaluate: it comes last.
+        # A host that joined after an evaluation had begun has no copy of the weights to evaluate, so it is chosen last.
         hosts = sorted(of, key=lambda host: (evaluates and self._entered[host] > since, of[host], host))
         return dataclasses.replace(lease, host=hosts[0] if hosts else NOBODY)
 

@@ -38,7 +38,7 @@ class LogConfig:
       trace: steps whose samples are recorded token by token in the folder trace: none ('off'), the first and every
         `samples_every`-th ('sampled'), or all ('all', 'updates'). 'updates' also computes weight and clip of every
         token before each update, at the cost of a forward pass. Spans are recorded with every value except 'off'.
-      trace_mb: bound on the size of the folder trace, in MiB; the oldest steps make room for new ones.
+      trace_mb: bound on the size of the folder trace, in MiB; the oldest steps make room for new steps.
       samples: number of completions written to samples.jsonl each time.
       plan: file that `podrl.plan --json` wrote for this job, for perf/plan_*; '' for none.
       console_every: number of steps between printed lines if the output is not a terminal.
@@ -150,7 +150,8 @@ def read_records(workdir: str | os.PathLike, name: str) -> list[LogRecord]:
 def _records(content: bytes) -> Iterator[tuple[bytes, LogRecord]]:
     """Yields (line, record) of every valid line: a JSON object with an integer step.
 
-    Lines are split at newlines only, because JSON text may hold all other line breaks.
+    Lines are split at '\\n' only: str.splitlines would also split at U+2028 and other characters that JSON strings may
+    hold unescaped.
     """
     for line in content.split(b"\n"):
         try:
@@ -166,7 +167,7 @@ class JsonLinesFile:
 
     Attributes:
       path: the file.
-      size: bytes of all lines so far, including waiting lines.
+      size: number of bytes of all lines so far, including waiting lines.
       difference: how the lines in the file differ from the mark, such as 'is gone'; '' if they do not differ.
     """
 

@@ -35,7 +35,8 @@ class Profiler:
     """Writes profile/HOST/ in the run directory, for XProf and TensorBoard.
 
     Each process profiles itself. All processes of a pod have the same `planned`: the leader decides it and sends it to
-    the others before the step (podrl/rundir/step_barrier.py). A profile that cannot be written never ends a run.
+    the other processes before the step (podrl/rundir/step_barrier.py). A profile that cannot be written does not end
+    a run.
 
     Attributes:
       planned: (first, last) step of the profile that is planned or being recorded; None for no profile.
@@ -47,7 +48,7 @@ class Profiler:
         Args:
           place: the run directory; '' disables profiling.
           host: name of this process, for its directory.
-          steps: (first, last) step to profile; None for none.
+          steps: (first, last) step to profile; None plans no profile.
         """
         self._place, self._host, self.planned = place, host.replace(" ", "_"), steps
         self._requested = False
@@ -113,7 +114,7 @@ class Profiler:
 
     @contextlib.contextmanager
     def _forgiven(self) -> Iterator[None]:
-        """Logs errors instead of raising them: another profile is running, the disk is full, the bucket is away."""
+        """Logs errors instead of raising them, for example if another profile runs or the disk is full."""
         try:
             yield
         except (RuntimeError, OSError, ValueError, StorageError) as error:

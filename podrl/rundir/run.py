@@ -26,7 +26,7 @@ from podrl.storage.mirror import Mirror
 from podrl.storage.storage import StorageError, check, disk_trouble, is_remote, locate, write_whole
 from podrl.workers.child import refuse_inside
 
-OUTSIDE = "outside"  # folder with answers of tools and agents; a resumed run reads them instead of asking again
+OUTSIDE = "outside"  # folder with answers of tools and agents, which a resumed run reads instead of calling them again
 _PATIENCE_S = 120.0  # time limit for copying the files of a run directory, which are small
 
 
@@ -92,7 +92,7 @@ class Run:
         """Opens the run directory.
 
         Args:
-          workdir: the run directory, a path or URL; None for a run without one.
+          workdir: the run directory, a path or URL; None for a run without a directory.
           log: settings of logging; None for the defaults.
           checkpoint: settings of checkpoints; None for the defaults.
           config: content of config.json; an existing config.json must be equal, except for the settings that may
@@ -185,7 +185,7 @@ class Run:
         self._stop.set()
         name = signal.Signals(number).name
         text = f"\npodrl: {name}: stopping after this step, then saving (Ctrl-C again to leave at once).\n"
-        os.write(2, text.encode())  # not print: a signal handler may interrupt print, which is not reentrant
+        os.write(2, text.encode())  # a signal may interrupt print, which is not reentrant
 
     def begin(self) -> None:
         """Marks the beginning of training: from now on a signal asks the run to stop after the step.
@@ -231,7 +231,7 @@ class Run:
     def how_to_resume(self) -> str:
         """Returns sentences that name the saved step and the command that resumes the run; '' unless `leads`.
 
-        Sends no request to a bucket, so it may be called while the bucket is away.
+        Sends no request to a bucket, so it may be called while the bucket cannot be reached.
         """
         if self.checkpoints is None or not self.leads:
             return ""
@@ -291,12 +291,12 @@ class Run:
             self._mirror.hurry()
 
     def _open(self, workdir: str | os.PathLike, savers: Sequence[int]) -> None:
-        """Locks the directory, checks that the run in it is this one, and prepares to write there."""
+        """Locks the directory, checks that the run in it is this run, and prepares to write there."""
         if is_remote(workdir):
             check(workdir, "--workdir", writes=True)
         else:
             self.workdir = self._make_workdir(workdir)
-        if self.leads:  # lock before anything there is read, because another run may be writing it
+        if self.leads:  # the lock comes before the first read, because another run may be writing there
             self._lock = Lock(locate(workdir), self.place)
         if is_remote(workdir):
             self._mirror = Mirror(locate(workdir), folders=(OUTSIDE,) if self.leads else ())
@@ -308,7 +308,7 @@ class Run:
         self.checkpoints = self._checkpoints(savers)
 
     def _last_times(self) -> dict[str, float]:
-        """Returns, by stage, the seconds that each stage before the first step took at the last start of this run."""
+        """Returns the newest recorded seconds of the stages start-up, restoring and evaluation, by stage."""
         earlier = read_metrics(self.workdir) if self.workdir is not None and self.leads else []
         stages = ("start-up", "restoring", "evaluation")
         return {stage: record[name] for record in earlier for stage in stages if (name := f"time/{stage}") in record}

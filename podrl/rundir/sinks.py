@@ -67,7 +67,7 @@ def open_sink(name: SinkName, workdir: pathlib.Path, *, start: int, project: str
     """
     if name == "tensorboard":
         return Remote(name, functools.partial(TensorBoard, workdir / name, start))
-    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # mlflow reads it when it is imported
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # mlflow reads the variable when it is imported
     try:
         importlib.import_module(name)
     except ImportError:
@@ -123,7 +123,7 @@ class Remote:
         sink: Sink | None = None
         try:
             sink = self._make()
-        except Exception as error:  # noqa: BLE001 - a client raises anything
+        except Exception as error:  # noqa: BLE001 - a client may raise any error
             self._warn(f"cannot be opened: {type(error).__name__}: {error}")
         while (call := self._queue.get()) is not None:
             if sink is not None:
@@ -134,7 +134,7 @@ class Remote:
     def _try(self, call: Callable[[Sink], None], sink: Sink) -> None:
         try:
             call(sink)
-        except Exception as error:  # noqa: BLE001 - a client raises anything
+        except Exception as error:  # noqa: BLE001 - a client may raise any error
             self._warn(f"failed: {type(error).__name__}: {error}")
 
     def _warn(self, problem: str) -> None:
@@ -158,7 +158,7 @@ class TensorBoard:
           start: first step that will be written. TensorBoard hides the events of this step and later steps that earlier
             files hold.
         """
-        # Importing tensorboardX takes half a CPU second. If torch is installed, it imports torch too and takes two.
+        # Importing tensorboardX takes half a CPU second; if torch is installed, two, because it also imports torch.
         from tensorboardX import RecordWriter, summary
         from tensorboardX.proto import event_pb2
 
@@ -192,7 +192,7 @@ class TensorBoard:
 
 
 class WandB:
-    """A run of W&B; its variables WANDB_MODE, WANDB_API_KEY and others apply."""
+    """A run of W&B, for which the environment variables of W&B apply: WANDB_MODE, WANDB_API_KEY and others."""
 
     def __init__(self, workdir: pathlib.Path, project: str, run_config: ConfigValues):
         import wandb

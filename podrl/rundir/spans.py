@@ -35,7 +35,7 @@ class Spans:
         self.host = host
         self.compiled = 0.0
         self.send: Callable[[list[Span]], None] | None = None
-        self._clock = time.time() - time.monotonic()  # one offset for all spans, even if the wall clock jumps
+        self._clock = time.time() - time.monotonic()  # one offset for all spans, even if the system's time jumps
         self._spans: deque[Span] = deque(maxlen=_MOST_WAITING)
         self._calls: list[tuple[float, int, Span]] = []  # a heap of (seconds, number, span), shortest first
         self._call_count = 0
@@ -47,7 +47,7 @@ class Spans:
         """Adds a span.
 
         Args:
-          name: name of the work; a part ' at step N' is removed.
+          name: name of the work; ' at step N' at its end is removed.
           started, ended: times of `time.monotonic()`.
           lane: name of the thread or part of the process that did the work.
           step: step that the work belongs to; None for the step under way.
@@ -76,7 +76,7 @@ class Spans:
                 heapq.heappop(self._calls)
 
     def _collect_calls(self) -> list[Span]:
-        """Returns the calls since the last collection, by start; one has `left_out`, the number of dropped calls."""
+        """Returns the calls since the last collection, by start; `left_out` of one call counts the dropped calls."""
         with self._lock:
             calls, count = [span for *_, span in self._calls], self._call_count
             self._calls, self._call_count = [], 0

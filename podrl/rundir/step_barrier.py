@@ -36,7 +36,7 @@ class StepBarrier:
         return self._stop
 
     def agree(self, step: int, orders: Mapping[str, int] | None = None) -> None:
-        """Agrees with the other processes whether to go on with a step: the leader decides, the others wait for it.
+        """Agrees with the other processes whether to go on with a step; the leader decides.
 
         Args:
           step: the step that this process has reached.

@@ -179,7 +179,7 @@ def print_before_after(console: rich.console.Console, summary: JsonObject) -> No
 
 
 def interval_of(values: Mapping[str, float], name: str) -> tuple[float, float] | None:
-    """Returns the 95 % interval of a mean of an evaluation; None if its records do not determine one.
+    """Returns the 95 % interval of a mean of an evaluation; None if the records do not determine an interval.
 
     Args:
       values: metrics of the evaluation, without 'eval/' before their names.

@@ -1,4 +1,4 @@
-"""Checks of single tokens, on the steps whose trace the doctor reads: each names the first token that is wrong."""
+"""Checks of single tokens in the traces that the doctor reads; each names the first wrong token, or the worst."""
 
 import math
 

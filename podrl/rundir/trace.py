@@ -160,7 +160,7 @@ def read_step(workdir: Place | str, step: int) -> TracedStep:
     """Reads the trace of a step; nothing in the file is executed.
 
     Raises:
-      ValueError: the run directory has no trace of the step, or it is damaged.
+      ValueError: the run directory has no trace of the step, or the trace is damaged.
     """
     workdir = locate(workdir) if isinstance(workdir, str) else workdir
     path = workdir / FOLDER / file_name(step)

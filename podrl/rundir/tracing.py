@@ -150,7 +150,8 @@ class Pieces:
     def __call__(self, token: int) -> str:
         """Returns the text that a token adds after another token.
 
-        A token that is only a part of a character has no text of its own: its name in the vocabulary is returned.
+        A token without a text of its own, such as a part of a character or a special token, gives its name in the
+        vocabulary.
         """
         text = self._tokenizer.decode([token] if self._anchor is None else [self._anchor, token])
         text = text.removeprefix(self._before)

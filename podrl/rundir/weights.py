@@ -17,8 +17,8 @@ class WeightComparison:
     """Two tables, as texts of cells, about the tokens of a step that count in the loss.
 
     Attributes:
-      counts: rows with the columns of COUNTS, one per sign of the advantage.
-      changed: rows with the columns of CHANGED, one for each of the tokens whose weight changed most.
+      counts: rows with the columns of COUNTS, one row per sign of the advantage, and one for all tokens.
+      changed: rows with the columns of CHANGED, one row for each of the tokens whose weight changed most.
     """
 
     counts: Sequence[Sequence[str]]

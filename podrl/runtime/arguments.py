@@ -14,7 +14,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def as_sentence(error: object) -> str:
-    """Writes an error with a full stop at its end, which the texts of other libraries lack."""
+    """Writes an error as a sentence: adds the full stop that texts of other libraries often lack."""
     text = str(error).rstrip()
     return text if text.endswith((".", "?", "!")) else f"{text}."
 
@@ -30,7 +30,7 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """The parser of a command: --help shows every default, and a wrong argument ends the command with one sentence."""
+    """The parser of a command: --help shows defaults, and a wrong argument ends the command with one sentence."""
 
     def __init__(self, module: str, description: str | None):
         """Makes a parser without options.

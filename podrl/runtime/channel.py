@@ -12,7 +12,7 @@ listen at the address of an endpoint of an earlier run; it refuses requests that
 of a request treats both refusals as the loss of the connection.
 
 A stranger can do little harm. A connection that does not prove within HANDSHAKE_S that it holds the job's key is ended.
-Until the proof, a frame may not be longer than PIECE; longer messages are cut into pieces of this length. A connection
+No frame may be longer than PIECE, encryption aside; longer messages are cut into pieces of this length. A connection
 that never sends a byte does not even take a file descriptor, because the kernel does not hand it over.
 """
 
@@ -107,7 +107,9 @@ class Channel:
         if not secret:
             raise ValueError("The processes' channel needs a secret: set PODRL_SECRET to the same text on all hosts.")
         self.name, self.number, self.traffic = name, secrets.token_hex(_NUMBER), Traffic()
-        self._endpoints, self._refused = dict[str, bytes](), set[bytes]()  # endpoints by address; endpoints given up
+        # The number of the endpoint that answered at each address, and the numbers of the endpoints that this endpoint
+        # has given up.
+        self._endpoints, self._refused = dict[str, bytes](), set[bytes]()
         self._senders: dict[tuple[bytes, bytes], bytes] = {}  # the endpoint of each request that waits for its answer
         self._silence_ms, (self._public, self._private) = int(1000 * silence_s), _keys(secret)
         raise_descriptor_limit()
@@ -230,12 +232,15 @@ class Channel:
         self._do(lambda: self._give_up(bytes.fromhex(number)))
 
     def is_given_up(self, address: str) -> bool:
-        """Returns True if the endpoint at an address has given this one up, or was replaced by another endpoint."""
+        """Returns True if the endpoint at an address is known to have given this one up, or to have been replaced."""
         link = self._peers.get((address, 0))
         return link is not None and link.refused
 
     def is_up(self, address: str) -> bool:
-        """Returns True if there is a connection to an address, and the connection is not known to be broken."""
+        """Returns True if a connection to an address was begun and is not known to be broken.
+
+        The connection may not be established yet.
+        """
         link = self._peers.get((address, 0))
         return link is not None and link.is_up
 

@@ -110,7 +110,7 @@ class Cluster:
 
 
 def check_topology(topology: str) -> str:
-    """Returns the value of --topology.
+    """Checks the value of --topology, and returns it.
 
     Raises:
       ValueError: there is no such topology.
@@ -374,7 +374,8 @@ def tpu_vm_metadata(
     laptop never waits for a name that does not resolve.
 
     Args:
-      environment: environment variables, usually os.environ; if GKE's variables are set, the server is not asked.
+      environment: environment variables, usually os.environ; if they have GKE's host names, TPU_SKIP_MDS_QUERY or
+        PODRL_PLATFORM, the server is not asked.
       devices: directory of device files.
       timeout_s: longest wait for each attribute, in seconds.
     """

@@ -26,7 +26,7 @@ _MEET_S = 600.0  # longest wait for the slowest process to compile; the channel 
 
 
 def prepare(env: MutableMapping[str, str], *, fake_devices: int) -> None:
-    """Sets jax's platform, and appends the number of fake CPU devices to the flags in XLA_FLAGS.
+    """Sets jax's platform on a machine without accelerators, and adds the number of fake CPU devices to XLA_FLAGS.
 
     A count that is already in XLA_FLAGS or JAX_NUM_CPU_DEVICES is kept; jax silently prefers JAX_NUM_CPU_DEVICES.
     The flag concerns only the CPU platform: on a machine with a GPU or TPU it changes nothing.
@@ -57,8 +57,8 @@ def prepare(env: MutableMapping[str, str], *, fake_devices: int) -> None:
 def leave_out_libtpu(env: MutableMapping[str, str]) -> None:
     """Chooses jax's CPU platform on a machine without accelerators, so that libtpu does not report a missing TPU.
 
-    The choice is left to jax if a platform is named already, if variables of a TPU are set, if the files of an
-    accelerator's driver exist, or if the machine has a device made by Google.
+    The choice is left to jax if libtpu is not installed, if a platform is named already, if variables of a TPU are set,
+    if the files of an accelerator's driver exist, or if the machine has a device made by Google.
 
     Args:
       env: environment to change, usually os.environ.
@@ -82,7 +82,7 @@ def enable_compile_cache(env: MutableMapping[str, str], cache: str) -> None:
     Args:
       env: environment to change, usually os.environ.
       cache: directory of the cache; 'auto' for a directory of this user and processor under $XDG_CACHE_HOME or
-        ~/.cache; '' disables the cache.
+        ~/.cache; '' leaves jax's own settings unchanged.
 
     Raises:
       ValueError: `cache` exists and is not a directory.

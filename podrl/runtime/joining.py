@@ -212,8 +212,8 @@ def join(cluster: Cluster, seat: Seat, *, deadline_s: float, heartbeat_s: float 
 
     Raises:
       ChannelError: some processes did not join within the deadline.
-      ValueError: `heartbeat_s` is below 1, the processes were started for different jobs, or jax does not find the TPU
-        hosts that the platform names.
+      ValueError: `heartbeat_s` is below 1, the processes were started for different jobs, jax does not find the TPU
+        hosts that the platform names, or numbers this host differently from --process_id.
     """
     import jax
 

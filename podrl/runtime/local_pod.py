@@ -84,7 +84,7 @@ class LocalPod:
         self._stopping = 0  # number of the signal that asked this job to end; 0 if there was none
 
     def run(self) -> int:
-        """Starts all processes, waits for them, and returns 0 or the exit code of the first that failed."""
+        """Starts all processes, waits for them, and returns the job's exit code."""
         private = tempfile.TemporaryDirectory(prefix="podrl-", dir=_short_temporary())
         with private as place, self._signals():
             # jax's coordinator authenticates no one; only this user can reach a socket in this directory.

@@ -1,4 +1,4 @@
-"""Messages between processes: JSON and arrays in checksummed frames, without any code."""
+"""Messages between processes: JSON and arrays in checksummed frames, never pickled objects."""
 
 import dataclasses
 import hashlib

@@ -38,7 +38,7 @@ def text(value: object) -> str:
     """Returns a text unchanged, and a number as decimal digits: 18.0 becomes '18', 0.00001 becomes '0.00001'.
 
     Raises:
-      ValueError: the value is neither text nor a number, is not finite, or is not 0 but smaller than every float.
+      ValueError: the value is neither text nor a number, is not finite as a float, or rounds to 0 without being 0.
     """
     if isinstance(value, str):
         return value

@@ -77,7 +77,8 @@ class Pod:
         self._complete = False  # True if all of the job's first processes have joined
         self._numbers = itertools.count(seat.hosts.count)  # numbers that are free for later processes
         self._late_numbers: set[int] = set()  # numbers of the processes that joined later
-        # The number that each request has got. A request may be served twice, and must then get the same number again.
+        # The process number that each request got. A request may be served twice, and must then get the same number
+        # again.
         self._number_of_request: dict[str, int] = {}
         # Numbers reserved for those hosts of a replica that have not asked for their number yet: by (cluster, index of
         # the replica in the cluster), then by the host's place in the replica.
@@ -272,7 +273,7 @@ class Pod:
     def _on_number(self, message: Message) -> Message:
         """Gives a number to a process that joins a running job, and tells it the roles of the job's first processes."""
         if not self.seat.disposable:
-            raise ValueError("hosts join a running job in --topology=split alone.")
+            raise ValueError("hosts can join a running job only with --topology=split.")
         hosts, request = self.seat.hosts, message.value
         size, (part, place) = hosts.replica, divmod(int(request["index"]), hosts.replica)
         if int(request["count"]) % size:
@@ -381,8 +382,8 @@ class Pod:
     def first_to_fail(self) -> bool:
         """Returns True in the one process that prints a failing job's full error; the other processes print one line.
 
-        The same error often strikes several processes, or follows from the end of another process. Call this method
-        before `fail`.
+        The same error often strikes several processes, or follows from the end of another process. If the leader does
+        not answer, the process prints its full error, too. Call this method before `fail`.
         """
         me = Message({"process": self.seat.process})
         if self._ended.is_set():
@@ -395,7 +396,11 @@ class Pod:
             return not self._ended.is_set()
 
     def fail(self, code: int, text: str) -> None:
-        """Tells the other processes that this process ends the job, and why: the first line of `text`."""
+        """Reports that this process has failed, and why: the first line of `text`.
+
+        The leader reports it to all other processes, which then end. Another process reports it to the leader, which
+        ends the job if the job cannot go on without the process.
+        """
         if self._ended.is_set():
             return
         self._ended.set()

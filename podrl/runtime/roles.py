@@ -93,7 +93,7 @@ def hosts_per_replica(mesh: str, hosts: int) -> int:
     """Returns the number of hosts that hold one copy of the weights together, in a rollout mesh over `hosts` hosts.
 
     The number of copies is the size of the mesh's axis data, 1 if the mesh does not name data. A mesh with fewer copies
-    than hosts spreads each copy over several hosts.
+    than hosts spreads each copy over several hosts. With the mesh 'auto' every host has a copy of its own.
 
     Raises:
       ValueError: the copies cannot be spread equally over the hosts.
@@ -105,7 +105,7 @@ def hosts_per_replica(mesh: str, hosts: int) -> int:
     if int(copies) < 1 or hosts % int(copies):
         raise ValueError(
             f"roles.rollout.mesh={mesh!r} spreads {copies} copies of the weights over {hosts} hosts: the number of "
-            "hosts must be a multiple of the number of copies (data), or the other way round."
+            "hosts must be a multiple of the number of copies (data)."
         )
     return hosts // int(copies)
 
@@ -145,8 +145,8 @@ def check_own_copies(evaluates: str, hosts: Hosts, mesh: str) -> Hosts:
 def assign(trainer: str, rollout: str, processes: int, mesh: str = "auto", evaluates: str = "") -> Hosts:
     """Assigns roles to the hosts of a job.
 
-    If `trainer` and `rollout` are both '', the first half of the hosts that do not evaluate trains, and the second half
-    generates.
+    If `trainer` and `rollout` are both '', the first half (rounded up) of the hosts that do not evaluate trains, and
+    the others generate. A job of one process without lists trains and generates in this process.
 
     Args:
       trainer: host list of the trainers; '' takes the hosts that the other lists leave.

@@ -17,7 +17,10 @@ def raise_descriptor_limit() -> None:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Opens a listening socket; the kernel hands over a connection only after data has arrived on it."""
+    """Opens a listening socket.
+
+    On Linux the kernel hands a connection over only after its first data has arrived, or after about 10 minutes.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -34,7 +37,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def interface_towards(host: str) -> str:
-    """Finds the address of this host's interface towards `host`; sends no packet."""
+    """Finds the address of this host's interface towards `host`, without sending `host` a packet."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))
         return probe.getsockname()[0]

@@ -82,6 +82,8 @@ def _compiled(
 ) -> Callable[[Array], Array]:
     """Compiles a program that returns the sum of each device's shard of a leaf, on that device.
 
+    If several devices hold copies of a shard, the sum of all copies but one is 0.
+
     A leaf in the host's memory (`hosted`) is copied to its devices first.
 
     There is one program per kind of leaf, not per tree, because a deep model, with the moments of its optimizer, has

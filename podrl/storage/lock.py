@@ -74,7 +74,7 @@ class Owner:
         return json.dumps(dataclasses.asdict(self)).ljust(510) + "\n"
 
     def alive(self) -> bool | None:
-        """Returns True if the owner still runs; None if it ran on another machine, or its machine is not known."""
+        """Returns True if the owner runs, False if it has ended, None if its machine is another one or unknown."""
         return _born(self.pid) == self.born if self.machine and self.machine == _machine() else None
 
 
@@ -224,7 +224,7 @@ class _File:
 
 
 class _Object:
-    """The owner's record in an object of a bucket; `write` fails if another process has written it since `read`."""
+    """The owner's record in an object of a bucket; `write` returns False if the object has changed since `read`."""
 
     leased = True
 

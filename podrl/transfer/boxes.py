@@ -75,7 +75,7 @@ def lifted(shape: tuple[int, ...], mesh: Mesh) -> tuple[tuple[int, ...], NamedSh
 
 @functools.lru_cache(maxsize=1024)
 def cut_program(mesh: Mesh, boxes: tuple[Boxes, ...]) -> Callable[[Array | None, Sequence[Array]], Sequence[Columns]]:
-    """Compiles a program that cuts and casts leaves: (start, leaves) -> for each leaf one array of boxes per slot.
+    """Returns a jitted program that cuts and casts leaves: (start, leaves) -> per leaf, one array of boxes per slot.
 
     Each array has one box on every device. `start` is the index at which the part begins along the part axis: an int32
     scalar on the mesh, or None for whole boxes.
@@ -94,7 +94,7 @@ def cut_program(mesh: Mesh, boxes: tuple[Boxes, ...]) -> Callable[[Array | None,
 
 @functools.lru_cache(maxsize=1024)
 def join_program(mesh: Mesh, boxes: tuple[Boxes, ...]) -> Callable[[Sequence[Columns]], Sequence[Array]]:
-    """Compiles a program that joins boxes into leaves: for each leaf one array per slot -> the leaves on the mesh."""
+    """Returns a jitted program that joins boxes into leaves: per leaf, one array per slot -> the leaves on the mesh."""
 
     def join(columns: Sequence[Columns]) -> list[Array]:
         return [joined(pieces, form.slots) for pieces, form in zip(columns, boxes, strict=True)]
@@ -105,7 +105,7 @@ def join_program(mesh: Mesh, boxes: tuple[Boxes, ...]) -> Callable[[Sequence[Col
 
 @functools.lru_cache(maxsize=1024)
 def write_program(mesh: Mesh, form: Boxes) -> Callable[[Array, Int[Array, ""], Columns], tuple[Array, Array]]:
-    """Compiles a program that writes one part of every box into a leaf: (leaf, start, pieces) -> (leaf, token).
+    """Returns a jitted program that writes one part of every box into a leaf: (leaf, start, pieces) -> (leaf, token).
 
     The leaf is donated. The token is ready when the result is ready. A caller can wait for the token even after the
     result has been donated to the write of the next part.
@@ -120,7 +120,7 @@ def write_program(mesh: Mesh, form: Boxes) -> Callable[[Array, Int[Array, ""], C
 
 @functools.lru_cache(maxsize=1024)
 def blank_program(mesh: Mesh, form: Boxes, shape: tuple[int, ...]) -> Callable[[], Array]:
-    """Compiles a program without arguments that returns a leaf of zeros, into which parts are written."""
+    """Returns a jitted program without arguments that makes a leaf of zeros, into which parts are written."""
     return jax.jit(lambda: jnp.zeros(shape, form.dtype), out_shardings=NamedSharding(mesh, form.spec))
 
 
@@ -150,7 +150,7 @@ def cut_at(shard: Array, slot: int | Array, form: Boxes, start: Int[Array, ""] |
 
 
 def overwrite(shard: Array, pieces: Sequence[Array], form: Boxes, start: Int[Array, ""]) -> Array:
-    """Writes one part of every box into a shard; `start` is the index of the part along the part axis."""
+    """Writes one part of every box into a shard; `start` is the index along the part axis at which the part begins."""
     for piece, corner in zip(pieces, form.corners(), strict=True):
         shard = jax.lax.dynamic_update_slice(shard, piece, _shifted(corner, form, start))
     return shard

@@ -5,7 +5,7 @@ disjoint meshes.
 
 A link is a pair of a source device and a target device. For each bucket, one program on the source mesh packs the boxes
 that each device sends into messages, one message for each different set of links. One collective-permute then moves
-each message, and one program on the target mesh joins the boxes into shards. A collective of any size costs about a
+each message, and one program on the target mesh joins the boxes into shards. Even a small collective takes about a
 millisecond over TCP, so leaves with equal links share a message.
 """
 
@@ -56,8 +56,8 @@ class CollectiveTransport:
           plan: plan made from `sources` and `targets`.
           sources: sharding of each leaf before the move, all on one mesh.
           targets: sharding of each leaf after the move, all on one mesh that shares no device with the source mesh.
-          flat_bytes: bound in bytes. If all boxes of one shape on a device have fewer bytes in sum, they share a
-            message with boxes of other shapes.
+          flat_bytes: bound in bytes. Boxes of one shape that cross the same links share a message with boxes of other
+            shapes if they have fewer bytes in sum.
 
         Raises:
           ValueError: the meshes share devices.

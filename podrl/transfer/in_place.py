@@ -88,7 +88,7 @@ class _Read(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def _program(mesh: Mesh, reads: tuple[_Read, ...], overwriting: bool) -> Callable[..., list[Array]]:
-    """Compiles the program of a bucket: (leaves to overwrite, if any; lent shards by leaf and slot) -> leaves."""
+    """Returns the jitted program of a bucket: (leaves to overwrite, if any; aliases by leaf and slot) -> leaves."""
 
     def read(old: Sequence[Array], lent: Sequence[Sequence[Array]]) -> list[Array]:
         del old  # donated: only its memory is used

@@ -90,7 +90,10 @@ class RelayoutTransport:
         jax.block_until_ready(sent)
 
     def program(self, chosen: tuple[int, ...]) -> Any:
-        """Compiles the function that makes the leaves `chosen`; no result shares memory with its source."""
+        """Returns a jitted function that copies the leaves with the indices `chosen` to the target's dtypes and layout.
+
+        No copy shares memory with its source.
+        """
         dtypes = [self.plan.leaves[i].target_dtype for i in chosen]
 
         def relayout(arrays: Sequence[Array]) -> list[Array]:

@@ -1,4 +1,4 @@
-"""Plans which boxes each collective between two meshes moves, and compiles the programs before and after it.
+"""Plans which boxes each collective between two meshes moves, and builds the programs before and after it.
 
 A leaf crosses in rounds: in each round a device sends and receives at most one box. The boxes of several
 leaves whose rounds have the same links share a message. The links between hosts are the bottleneck, so no value crosses
@@ -39,6 +39,7 @@ Links = tuple[tuple[int, int], ...]
 def arrival(shape: tuple[int, ...], itemsize: int, source: NamedSharding, target: NamedSharding) -> NamedSharding:
     """Returns a leaf's sharding on arrival: its target sharding, cut further by the axes that replicate it.
 
+    A shard of at most 64 KiB is not cut further, and an axis cuts only a dimension that its size divides.
     Dimensions that the source sharding already cuts are cut first, so that a target device reads from few sources.
     """
     sizes = target.mesh.shape
@@ -155,7 +156,7 @@ class Tables:
         self.table_WC: Int[np.ndarray, "W C"] = np.stack(columns, axis=1).astype(np.int32) if columns else empty_W1
 
     def value(self, table: int, column: int, row_C: Int[Array, " C"]) -> int | Array:
-        """Returns a device's value in a table's column: a Python number, or an entry of its row of `table_WC`."""
+        """Returns a device's value in a table's column: a Python number, or an entry of `row_C`."""
         same, value = self._places[table][column]
         return value if same else row_C[value]
 
@@ -222,7 +223,7 @@ class BoxMessage:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class BucketPrograms:
-    """The compiled programs of one bucket, also for ahead-of-time compilation.
+    """The jitted programs of one bucket, which compile at their first call or ahead of time.
 
     Attributes:
       messages: the bucket's messages.
@@ -283,14 +284,14 @@ class Crossing:
 
 
 def bucket_programs(leaves: Sequence[Crossing], union: Mesh, *, in_parts: bool, flat_bytes: int) -> BucketPrograms:
-    """Compiles the programs of one bucket.
+    """Builds the jitted programs of one bucket.
 
     Args:
       leaves: the bucket's leaves.
       union: mesh of all devices in one row, the source mesh's devices first.
       in_parts: True if the bucket is one leaf that crosses part by part.
-      flat_bytes: bound in bytes. If all boxes of one shape on a device have fewer bytes in sum, they share a message
-        with boxes of other shapes.
+      flat_bytes: bound in bytes. Boxes of one shape that cross the same links share a message with boxes of other
+        shapes if they have fewer bytes in sum.
     """
     source, target = cast(Mesh, leaves[0].source.mesh), cast(Mesh, leaves[0].target.mesh)
     messages = _messages(leaves, flat_bytes)

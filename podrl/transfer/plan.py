@@ -258,7 +258,11 @@ class TransferPlan:
         return max((bucket.bytes for bucket in self.buckets), default=0)
 
     def seconds(self, bandwidth: float) -> float:
-        """Estimates the seconds of a move if every device sends and receives, each at `bandwidth` bytes per second."""
+        """Estimates the seconds of a move.
+
+        Args:
+          bandwidth: bytes per second that one device can send and, at the same time, receive.
+        """
         busiest = [int(np.bincount(_dense(id_E), self.links[:, 2]).max(initial=0)) for id_E in self.links.T[:2]]
         return max(busiest) / bandwidth
 
@@ -462,7 +466,7 @@ def _reads(
 def _split(box: tuple[int, ...], wanted: int) -> tuple[int, int, int]:
     """Chooses (axis, number of parts, extent of a part) that split a box into at least `wanted` parts, if possible.
 
-    The axis is the first dimension that has `wanted` indices, else the longest dimension.
+    The axis is the first dimension of size `wanted` or more, else the longest dimension.
     """
     if wanted <= 1 or not box:
         return 0, 1, box[0] if box else 1

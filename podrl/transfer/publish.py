@@ -47,7 +47,7 @@ def reshard(
     donate: bool = False,
     on_ready: Callable[[float], None] | None = None,
 ) -> PyTree:
-    """Moves a tree to other shardings; keeps the plan and the programs, so that a second call compiles nothing.
+    """Moves a tree to other shardings; keeps the plan and the programs, so that an equal move later compiles nothing.
 
     Args:
       tree: tree of arrays placed by NamedSharding, or on single devices.
@@ -87,9 +87,9 @@ class Publisher:
     """Moves weights from the trainer mesh to the rollout mesh, one version after another.
 
     The plan and the programs are made once. From the second version on nothing compiles, and the host reads only the
-    checksums, 4 bytes per leaf and device. If the two meshes belong to different processes of one cluster, every
-    process of both meshes makes a Publisher and calls `publish` in the same order; the checksums travel with the
-    weights.
+    version and the checksums, 4 bytes per leaf and device. If the two meshes belong to different processes of one
+    cluster, every process of both meshes makes a Publisher and calls `publish` in the same order; the checksums travel
+    with the weights.
 
     Attributes:
       plan: the transfer plan; `plan.explain(bandwidth)` describes it in words.
@@ -150,7 +150,7 @@ class Publisher:
         Args:
           params: the trainer's parameters, placed as planned; kept unless donated. None on a process outside the
             trainer mesh.
-          version: number of the weights, usually the updates made so far; the same on every process.
+          version: number of the weights, usually the number of steps done so far; the same on every process.
           donate: True to give the parameters up; each leaf is deleted as soon as it has been read.
           replacing: weights of an earlier policy that nothing uses any more, even if this call fails. The new weights
             take their memory, leaf by leaf. None leaves all earlier policies unchanged.

@@ -21,12 +21,15 @@ from podrl.transfer.plan import ShardLayout
 from podrl.types import Policy, PyTree
 
 VERSIONS_KEPT = 8
-# l is a leaf, W a device of the mesh.
+# A row for each device W of the mesh, a column for each leaf l.
 Sums = UInt32[Array, "W l"]
 
 
 class WeightMismatchError(RuntimeError):
-    """Weights on the rollout mesh differ from the published weights; no rollout may use them."""
+    """Arrived weights differ from the published weights, replicas differ, or a version is not the expected one.
+
+    No rollout may use these weights.
+    """
 
 
 class ExpectedLeaves:
@@ -163,7 +166,7 @@ class Ledger:
 
 
 def read(values: ArrayLike) -> np.ndarray:
-    """Copies checksums or a version to the host; publishing copies no other values to the host."""
+    """Copies checksums or a version to the host, even if jax's transfer guard forbids other copies to the host."""
     with jax.transfer_guard_device_to_host("allow"):
         return np.asarray(values)
 
@@ -171,7 +174,7 @@ def read(values: ArrayLike) -> np.ndarray:
 def checksum_program(
     shapes: Sequence[tuple[int, ...]], dtypes: Sequence[np.dtype], shardings: Sequence[NamedSharding], mesh: Mesh
 ) -> Callable[[Sequence[Array]], Sums]:
-    """Compiles a program that computes the checksum of every leaf's shard on every device of `mesh`.
+    """Builds a jitted program that computes the checksum of every leaf's shard on every device of `mesh`.
 
     Args:
       shapes: global shape of each leaf.

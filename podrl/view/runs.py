@@ -459,8 +459,8 @@ def _rows(traced: trace.TracedStep) -> list[JsonObject]:
 def branches(turns: Sequence[TurnRecord]) -> list[JsonObject]:
     """Returns the branches of a sample's turns as trees; no branches if the sample has one context.
 
-    Each branch has the fields of podrl.rollout.branches.Branches.joined, its `turns`, and the `branches` that
-    share the most first tokens with it.
+    Each branch has the fields of podrl.rollout.branches.Branches.joined, its `turns`, and its own `branches`, which
+    share more first tokens with it than with any earlier branch.
     """
     trees: list[JsonObject] = []
     known: dict[object, JsonObject] = {}

@@ -13,7 +13,7 @@ _UNITS = (
         "tokens",
     ),
     (r"perf/memory_peak", "GiB"),
-    (r"rollout/staleness", "updates"),
+    (r"rollout/staleness", "steps"),
     (r"(actor|critic)/(grad_norm|lr|ratio(_stale_.*)?|pg_loss)|perf/plan_.*|sampler/(exp_diff|pearson|weight)", "1"),
     (r"actor/kl_coef", "1 per nat"),
     (r"reward/kl_coef", "reward per nat"),

@@ -54,4 +54,4 @@ def take(data: bytearray) -> JsonObject | None:
 
 def _check_size(size: int) -> None:
     if size > MOST_BYTES:
-        raise FrameError(f"a message of {size} bytes, and the longest may have {MOST_BYTES}")
+        raise FrameError(f"a message of {size} bytes, more than the limit of {MOST_BYTES}")

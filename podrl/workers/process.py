@@ -36,7 +36,7 @@ class LateWorkerError(Exception):
 
 
 class DiedError(Exception):
-    """A worker's process ended in the middle of a request."""
+    """A worker's process ended, or was asked to end, before it had answered a request."""
 
 
 @functools.cache

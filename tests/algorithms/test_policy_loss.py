@@ -470,7 +470,7 @@ def test_tokens_beyond_the_bound_leave_the_policy_loss_and_stay_in_its_denominat
     assert float(found.count) == float(plain.count) and float(found.total) != float(plain.total)
     keep = tokens["mask"] > 0
     assert float(metrics["sampler/kept"].mean()) == pytest.approx((keep & ~old).sum() / keep.sum())
-    assert "times 0 for tokens drawn by weights more than 1 update old" in PolicyLoss(settings, None, 3, 1).formula()
+    assert "times 0 for tokens drawn by weights more than 1 step old" in PolicyLoss(settings, None, 3, 1).formula()
 
 
 def test_sharding_over_devices_changes_nothing():

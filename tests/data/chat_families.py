@@ -145,7 +145,7 @@ PHI4 = (
     + "{{ m.content + '<|im_end|>' }}" + E + "{% else %}{{ m.content + '<|im_end|>' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant<|im_sep|>' }}{% endif %}"
 )  # fmt: skip
-# Phi 3: without a generation prompt, another token closes the conversation.
+# Phi 3: without a generation prompt, the eos token ends the conversation.
 PHI3 = (
     "{% for m in messages %}{{ '<|' + m.role + '|>\\n' }}{% if m.role == 'assistant' %}" + G + "{{ m.content + '<|end|>' }}" + E
     + "{{ '\\n' }}{% else %}{{ m.content + '<|end|>\\n' }}{% endif %}{% endfor %}"
@@ -181,7 +181,8 @@ GLM = (
     "{{ '\\n<tool_response>\\n' + m.content + '\\n</tool_response>' }}{% else %}{{ '\\n' + m.content }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )  # fmt: skip
-# gpt-oss: messages on channels; a turn may have several messages, and another token ends the last of them.
+# gpt-oss: messages on channels; a turn may have several. <|call|> ends a call, <|return|> the answer that ends the
+# conversation, <|end|> all other messages.
 HARMONY = (
     "{{ '<|start|>system<|message|>Reasoning: medium<|end|>' }}{% set ns = namespace(called=none) %}{% for m in messages %}"
     "{% if m.role == 'assistant' %}{{ '<|start|>assistant' }}" + G + "{% if m.tool_calls %}"
@@ -197,7 +198,7 @@ HARMONY = (
     "{{ '<|end|>' }}{% else %}{{ '<|start|>' + ('developer' if m.role == 'system' else m.role) + '<|message|>' + m.content }}"
     "{{ '<|end|>' }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"
 )  # fmt: skip
-# OLMo and Tulu: roles are not special tokens; a line end follows every turn but the last.
+# OLMo and Tulu: roles are not special tokens; a line end follows every turn, except an assistant's turn at the end.
 TULU = (
     "{{ bos_token }}{% for m in messages %}{{ '<|' + m.role + '|>\\n' }}{% if m.role == 'assistant' %}" + G
     + "{{ m.content + eos_token }}" + E + "{% if not loop.last %}{{ '\\n' }}{% endif %}{% else %}{{ m.content + '\\n' }}{% endif %}"

@@ -181,7 +181,7 @@ def test_a_run_resumes_at_any_step_also_where_batches_in_flight_were_given_up(to
         if keep and state_of_last:
             again.stream.restore(state_of_last[-1])
             again.open = list(first.open)
-        else:  # as the checkpoint of a failed run, which has the position after the last trained batch
+        else:  # a failed run's checkpoint has only the position after the last trained batch
             plain = Training(stream(tokenizer, files, rows=3, lag=lag, **settings), lag)
             states = []
             for step in range(saved_at):

@@ -144,6 +144,6 @@ def test_pairs_of_several_sources_come_by_weight_and_are_held_out_of_each(tokeni
 
 
 def texts(tokenizer, batch):
-    """Returns each chosen answer with all the text before it."""
+    """Yields, for each chosen answer, the text of prompt and answer, and the text that is learned."""
     for b in range(0, len(batch.tokens_BT), 2):
         yield tokenizer.decode(batch.tokens_BT[b, : batch.length_B[b]].tolist()), learned(tokenizer, batch, b)

@@ -60,7 +60,7 @@ def test_a_missing_answer_is_said_where_a_reward_needs_it(file):
         free.check_answers(unanswered)
     with Rewards(RewardConfig(fns=("exact_format", "number", _near))) as asking:
         asking.check_answers([])
-        asking.check_answers([(unanswered[0][0], ["exact_format"])])  # a source whose own rewards need no answer
+        asking.check_answers([(unanswered[0][0], ["exact_format"])])  # the source's own rewards need no answer
         with pytest.raises(ValueError, match=r"line 5 lacks 'answer' .*, which number, _near of reward\.fns needs"):
             asking.check_answers(unanswered)
 

@@ -271,7 +271,7 @@ def test_a_long_document_in_a_table(tmp_path):
 
 def test_a_file_that_is_written_again_is_read_again(tmp_path):
     before = None
-    for i in range(3):  # changed within the same second, and of the same size
+    for i in range(3):  # the file keeps its size, and its time changes by a nanosecond
         (tmp_path / "a.jsonl").write_text(json.dumps({"question": str(i)}) + "\n")
         os.utime(tmp_path / "a.jsonl", ns=(10**18, 10**18 + i))
         assert sources.identity(str(tmp_path / "a.jsonl")) != before

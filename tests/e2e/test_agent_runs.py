@@ -30,7 +30,7 @@ def test_a_program_is_trained_over_http_and_a_killed_run_ends_the_same(tmp_path)
         killed.kill()
     two = run(killed.workdir, base=WINDOWS)
     steps = [record for record in comparable(one.workdir) if "actor/grad_norm" in record]
-    assert len(steps) == 4 and steps[0]["sampler/abs_diff_stale_0"] < 1e-5  # all tokens of later steps are stale
+    assert len(steps) == 4 and steps[0]["sampler/abs_diff_stale_0"] < 1e-5  # later steps have no token of age 0
     assert any(record["rollout/mixed_samples"] > 0 for record in steps)
     assert any(record["actor/grad_norm"] > 0 for record in steps)
     assert all(record["env/failed/agent"] == 0 and record["env/chat_requests"] >= 1 for record in steps)
@@ -42,7 +42,8 @@ def test_a_program_is_trained_over_http_and_a_killed_run_ends_the_same(tmp_path)
     same_weights(one.workdir, two.workdir)
 
 
-# Solves sums. While the file `hold` exists, sample 1 of each group of step 2 is solved but does not end.
+# A program that solves sums. While the file `hold` exists, its episodes for sample 1 of each prompt of training step 2
+# do not end, although the sums are solved.
 _HELD = """
 import pathlib
 import time
@@ -92,7 +93,7 @@ def test_a_program_of_a_rollout_host_that_is_lost_in_mid_step_leaves_no_trace(tm
     assert all(sample.endswith(".1") for sample in again)
 
 
-# Solves sums, and fails for the samples whose number is in FAILING.
+# A program that solves sums, and raises an error for the samples whose number is in FAILING.
 _FAILS = """
 import sys
 

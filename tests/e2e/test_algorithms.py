@@ -106,7 +106,8 @@ def test_a_preset_named_after_a_system_learns_in_20_steps(name, tmp_path):
 
 
 def test_nothing_drifts_at_learning_rate_0(tmp_path):
-    """Float32 weights stay bitwise the same; the KL of policy and reference, scored by one program, is exactly 0."""
+    """Float32 weights stay bitwise the same. One program scores policy and reference for the reward's KL, so this KL is
+    exactly 0."""
     args = (
         TWO_DEVICES,
         "--config.trainer.learning_rate=0.0",

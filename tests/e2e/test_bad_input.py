@@ -25,8 +25,8 @@ def write_jsonl(path: pathlib.Path, records) -> pathlib.Path:
 
 
 def test_a_few_records_some_of_them_too_long_train_without_them_and_without_an_evaluation(tmp_path):
-    """All six questions are trained on, because eval_fraction is 0; each skip of the question that is too long is
-    counted."""
+    """No question is held out, because eval_fraction is 0. Five questions are trained on; the sixth is too long, and
+    each skip of it is counted."""
     long = {"question": "Tom counts his apples. " * 30 + "How many?", "answer": "3"}
     data = write_jsonl(tmp_path / "data.jsonl", [*QUESTIONS[:3], long, *QUESTIONS[3:5]])
     args = [f"--config.data.path={data}", "--config.data.system_prompt=", "--config.rollout.max_prompt_length=64"]

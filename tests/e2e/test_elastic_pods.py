@@ -14,7 +14,7 @@ from podrl.runtime.local_pod import free_ports
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.nightly("podrl/learner/pods", "podrl/runtime")]
 
-# The reward depends on the text alone. After 12 calls it stops the run for as long as the file `hold` exists.
+# The reward depends on the text alone. From its 13th call on it blocks for as long as the file `hold` exists.
 _REWARDS = """
 import pathlib, time
 
@@ -34,8 +34,8 @@ _STALE = ("--config.grpo.max_staleness=3", "--config.rollout.window_tokens=8")
 
 
 def test_a_host_lost_for_good_two_that_join_and_one_that_is_stopped_leave_no_trace(tmp_path, monkeypatch):
-    """The job starts two rollout hosts. One is killed, two others join, and then the second one gets SIGTERM and
-    leaves."""
+    """The job starts two rollout hosts. One of them is killed, two hosts join, and then the other of the first two gets
+    SIGTERM and leaves."""
     rewards = tmp_path / "rewards.py"
     rewards.write_text(_REWARDS)
     flags = (*_JOB, *_STALE, f"--config.reward.fns=('{rewards}:held',)")

@@ -102,7 +102,7 @@ def test_a_wheel_runs_from_an_empty_directory(wheel, tmp_path):
 def test_an_editable_install_runs_from_an_empty_directory(checkout, tmp_path):
     python, _ = environment(tmp_path / "venv")
     pip(python, "install", "--editable", checkout, cwd=tmp_path)
-    for folder in (tmp_path, checkout, checkout.parent):  # checkout.parent has a folder of the package's name
+    for folder in (tmp_path, checkout, checkout.parent):  # the checkout is the folder `podrl` of checkout.parent
         assert run(python, "-c", SEEN, cwd=folder).split() == [str(checkout / "podrl"), "podrl.launchers.gke"]
     assert "--config" in run(python, "-m", "podrl.launch", "--help", cwd=checkout.parent)
     works(python, tmp_path / "empty")

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.e2e
 
 @pytest.mark.nightly("podrl/data/mixture.py", "podrl/data/pipeline.py")
 def test_a_mixture_killed_between_two_checkpoints_ends_as_an_undisturbed_run(tmp_path):
-    """Kills a whole job once; tests/data/test_mixtures.py resumes the order of the records at any batch."""
+    """Kills a whole job once; tests/data/test_mixtures.py tests that the stream of a mixture resumes at any batch."""
     rows = [{"task": f"Ann has {i} pens.{' She counts.' * (i % 9)}", "answer": f"{i}", "id": i} for i in range(40)]
     (tmp_path / "pens.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "mine.py").write_text(
@@ -40,7 +40,7 @@ def test_a_mixture_killed_between_two_checkpoints_ends_as_an_undisturbed_run(tmp
     workdir = tmp_path / "killed" / "run"
     with job(workdir, *flags) as started:
         started.wait_for_step(3)
-        started.wait_for("a checkpoint", (workdir / "checkpoints" / "2").exists)  # a thread writes this file
+        started.wait_for("a checkpoint", (workdir / "checkpoints" / "2").exists)  # a thread writes it
         started.kill()
     assert "Resumed after step" in run(workdir, *flags).stdout
     same_end(workdir, whole.workdir)

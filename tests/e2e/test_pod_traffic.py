@@ -128,12 +128,12 @@ def test_a_trainer_host_receives_the_samples_it_trains_on_and_no_others(stalenes
         assert not any(note["tokens"] for kind in notes.values() for note in kind)
 
 
-@pytest.mark.nightly("podrl/learner/experience.py")  # shared pods are killed on every change in test_kills.py
+@pytest.mark.nightly("podrl/learner/experience.py")  # test_kills.py kills a split pod at every change
 def test_a_pod_that_is_killed_with_a_batch_in_flight_ends_as_one_that_never_was(runs, tmp_path):
     _folder(tmp_path)
     with job(tmp_path / "killed", *FOUR, *STALE) as running:
         running.wait_for_step(3)
-        running.wait_for("a checkpoint", lambda: complete_steps(running.workdir / "checkpoints"))  # a thread writes it
+        running.wait_for("a checkpoint", lambda: complete_steps(running.workdir / "checkpoints"))  # a thread saves
         os.kill(process(running.process.pid, 1), signal.SIGKILL)
         assert running.end() == 42, running.stderr
     again = run(tmp_path / "killed", *FOUR, *STALE)

@@ -415,8 +415,8 @@ def test_ctrl_c_on_a_pod_saves_and_leaves_nobody_behind(tmp_path):
     ],
 )
 def test_a_failing_reward_on_a_rollout_host_saves_what_was_trained(tmp_path, good, step):
-    """The first evaluation makes two calls of the reward, each of the two steps one, then the last evaluation more. The
-    first `good` calls succeed, so the run is saved after `step`."""
+    """The first evaluation calls the reward twice, each of the two steps calls it once, and then the last evaluation
+    calls it. The first `good` calls succeed, so the run is saved after step `step`."""
     rewards = tmp_path / "rewards.py"
     rewards.write_text(
         "import pathlib\n"

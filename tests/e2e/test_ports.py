@@ -38,7 +38,8 @@ def test_scripts_are_short(page):
 @pytest.mark.nightly("docs/from-tunix.md", "docs/from-trl.md", "podrl/learner/learner.py", "podrl/learner/settings.py")
 @pytest.mark.e2e
 def test_scripts_train(tmp_path):
-    """One process runs the scripts of both pages, so that programs which both scripts need are compiled only once."""
+    """One process runs the scripts of docs/from-tunix.md and docs/from-trl.md, so that programs which both need are
+    compiled only once."""
     for page in ("tunix", "trl"):
         (tmp_path / f"{page}_twin.py").write_text(blocks(page, "python")[1])
     both = "import trl_twin, tunix_twin; print('reached', tunix_twin.main(), trl_twin.main())"

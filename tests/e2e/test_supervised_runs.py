@@ -66,7 +66,7 @@ def test_a_pod_that_is_killed_and_resumed_learns_as_one_process_does(whole, tmp_
     pod = run(tmp_path / "run", *PODS[name], base=base(name))
     assert "Resumed after step" in pod.stdout
     ours, theirs = pod.records(), alone.records()
-    kept, kept_alone = comparable(pod.workdir), comparable(alone.workdir)  # waits and compile times differ
+    kept, kept_alone = comparable(pod.workdir), comparable(alone.workdir)  # without waits and compile times
     assert [record.keys() for record in kept] == [record.keys() for record in kept_alone]
     steps = [(mine, other) for mine, other in zip(ours, theirs, strict=True) if f"{name}/loss" in mine]
     assert len(steps) == 6
@@ -94,7 +94,7 @@ def test_a_pod_of_two_learns_what_one_process_does(name, tmp_path):
         for place, pods in (("alone", ()), ("pod", ("--local_processes=2", "--topology=split")))
     )
     ours, theirs = pod.records(), alone.records()
-    kept, kept_alone = comparable(pod.workdir), comparable(alone.workdir)  # only a pod has waits for hosts
+    kept, kept_alone = comparable(pod.workdir), comparable(alone.workdir)  # without a pod's waits for hosts
     assert [record.keys() for record in kept] == [record.keys() for record in kept_alone] and len(ours) == 3
     if name == "reward_model":
         scores_samples(pod.workdir, tmp_path)

@@ -64,7 +64,7 @@ def test_calls_are_answered_by_the_calculator(done):
         assert all(turn["versions"][0] >= 0 for turn in sample["turns"] if turn["by"] == "model")
 
 
-# The run of the fixture `done`, only four steps, and with the calculator over MCP.
+# The job of the fixture `done`, but with four steps and with the calculator over MCP.
 OVER_MCP = ("--config=grpo_tools.py:mcp", *SHORT, "--config.trainer.max_steps=4", "--config.eval.problems=1")
 
 OVER_HTTP = pytest.mark.nightly("podrl/environments/servers.py", "podrl/environments/mcp_worker.py")

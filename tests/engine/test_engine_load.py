@@ -101,7 +101,8 @@ def test_samples_of_the_engine_follow_its_model(tiny, tight, policy, prompts_of)
 
 
 def test_samples_do_not_resemble_their_neighbours(tight, policy, prompts_of):
-    """Tokens of sample pairs and of consecutive steps are independent: they agree as often as the model predicts."""
+    """Neighbouring samples, and the same sample in two consecutive steps, draw equal tokens as often as independent
+    draws with the observed token frequencies would."""
     sampling = Sampling(max_new=1)
     first, second = (
         tight.generate(policy, prompts_of([11]), group_size=400, step=step, sampling=sampling).tokens_BT[:, 11]

@@ -128,8 +128,8 @@ def _engine(topology: str, spec: str, **how: bool) -> tuple[Engine, dict]:
 
 
 def test_gpus_decode_with_their_kernel():
-    """GPUs from Ampere on use the Pallas kernel for GPUs if the sizes of pages and heads are powers of two; the kernel
-    compiles."""
+    """NVIDIA's GPUs from Ampere on use the Pallas kernel for GPUs if the sizes of pages and heads are powers of two.
+    The program for an H100 holds the kernel and no loop."""
 
     def decodes(generation: str, wanted: bool | None = None, width: int = WIDTH) -> bool:
         device = types.SimpleNamespace(device_kind="a GPU", platform="gpu", compute_capability=generation)

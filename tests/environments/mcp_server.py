@@ -70,7 +70,10 @@ async def floods(query: str) -> str:
 
 @server.tool()
 async def huge(query: str) -> str:
-    """Returns two megabytes, twice as much as podrl keeps; package mcp would take seconds for ten megabytes."""
+    """Returns two megabytes, twice as much as podrl keeps.
+
+    A longer text would slow the test: package mcp takes seconds for ten megabytes.
+    """
     return "01" * (1 << 20)
 
 

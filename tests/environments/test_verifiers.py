@@ -117,7 +117,7 @@ def test_an_episode_of_verifiers_is_one_row_with_its_reward(records, play):
         assert rollouts.turn_reward_BT[b].sum() == metrics["numbers"] and metrics["numbers"] in (0.5, 1.5)
     place = json.loads(asked[1]["verifiers"])
     place["env"]["taskset"]["changed"] = True
-    with pytest.raises(Exception, match=r"task 1 of podrl-sums is another one .* podrl\.verifiers"):
+    with pytest.raises(Exception, match=r"task 1 of podrl-sums is no longer the task .* podrl\.verifiers"):
         play({"verifiers": json.dumps(place)})
 
 

@@ -41,7 +41,7 @@ def planned(name, critic=None, dry=False, pod=None, **changes):
     values["model"] |= {"reference": "teacher" if name == "opd" else ""}
     for group, fields in changes.items():
         values[group] = values.get(group, {}) | fields
-    found = parse(ConfigDict(complete(values)).to_dict())  # as the launcher parses it
+    found = parse(ConfigDict(complete(values)).to_dict())  # the launcher parses settings in this way
     trainer, rollout = make_mesh("fsdp=4", jax.devices()[:4]), make_mesh("data=4", jax.devices()[4:8])
     console = describe_console()
     on = placement.Meshes(trainer, rollout, critic or trainer, rollout)
@@ -129,7 +129,7 @@ def test_the_guarantee_of_a_killed_run_is_told():
     text = planned("grpo")[1]
     assert "(rollout.clock='tokens'): a run that is killed and started again ends bitwise the same." in text
     text = planned("grpo", rollout={"clock": "wall"}, grpo={"max_staleness": 3})[1]
-    assert "(rollout.clock='wall')" in text and "no token is more than 3 updates old" in text
+    assert "(rollout.clock='wall')" in text and "no token is more than 3 steps old" in text
     for name in ("remax", "dapo"):
         assert "(rollout.clock='wall')" in planned(name, rollout={"clock": "wall"}, grpo={"max_staleness": 1})[1]
 

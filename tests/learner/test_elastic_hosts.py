@@ -646,5 +646,5 @@ def test_a_job_takes_in_whoever_asked_for_a_number_alone():
         stranger.channel.close()
         with pytest.raises(ValueError, match=r"--join=nowhere must be HOST:PORT"):
             joining.late_seat("nowhere", {"PODRL_SECRET": "s"}, 30.0)
-    with joined(Hosts((0,), (1,))) as pods, pytest.raises(ChannelError, match=r"in --topology=split alone"):
+    with joined(Hosts((0,), (1,))) as pods, pytest.raises(ChannelError, match=r"only with --topology=split"):
         joining.late_seat(pods[0].channel.address, {"PODRL_SECRET": "s"}, 30.0)

@@ -37,7 +37,7 @@ class GoneError(Exception):
 
 
 class Member:
-    """An evaluation host on a thread of this process; it pauses within a share until the event `held` is set."""
+    """An evaluation host on a thread of this process; it pauses within a share while the event `held` is clear."""
 
     def __init__(self, pod, *, fails: str = "", stops: bool = False):
         self.pod, self._fails, self.held, self.begun = pod, fails, threading.Event(), threading.Event()

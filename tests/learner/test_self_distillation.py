@@ -32,7 +32,11 @@ def told(experience: Any, hints: Any = HINTS) -> Any:
 
 
 def by_hand(rollouts: Any, hints: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Puts each sample after its teacher's prompt, or after its own if that is None: (right-padded tokens, lengths)."""
+    """Puts each sample after its teacher's prompt, or after its own prompt if its hint is None.
+
+    Returns:
+      (right-padded tokens, lengths).
+    """
     rows = [
         [*(hints[b // G] or rollouts.tokens_BT[b, :PROMPT]), *rollouts.tokens_BT[b, PROMPT : rollouts.length_B[b]]]
         for b in range(B)

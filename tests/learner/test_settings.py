@@ -19,7 +19,7 @@ from podrl.types import NO_EPISODE, STOP_EOS, STOP_LENGTH, Experience, Prompts, 
 
 
 def rollouts(lengths, stops, limit=8, prompt=2):
-    """Makes samples of `lengths` tokens after a prompt of two."""
+    """Makes samples of `lengths` tokens, each after a prompt of `prompt` tokens."""
     B, T = len(lengths), prompt + limit
     place_BT = np.tile(np.arange(T), (B, 1))
     mask_BT = ((place_BT >= prompt) & (place_BT < prompt + np.asarray(lengths)[:, None])).astype(np.float32)
@@ -244,7 +244,7 @@ def test_stale_samples_are_corrected_by_default_and_fresh_ones_are_not(settings_
     [
         (
             {"stale_bound": 2, "max_staleness": 2},
-            r"grpo.stale_bound=2 leaves nothing out.*grpo.max_staleness=2 updates",
+            r"grpo.stale_bound=2 leaves nothing out.*grpo.max_staleness=2 steps",
         ),
         ({"stale_bound": 1}, "grpo.stale_bound=1 leaves nothing out"),
         ({"stale_bound": 0, "max_staleness": 2}, r"grpo.stale_bound=0 must"),

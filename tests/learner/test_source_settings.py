@@ -23,7 +23,7 @@ from podrl.trainer import packing
 from podrl.trainer.objective import TokenLoss
 from podrl.types import NO_EPISODE, STOP_EOS, Experience, Prompts, Rollouts, blank_columns
 
-SAME = 2e-6 if np.dtype(np.float32).itemsize == 4 else 1e-12  # tests/trainer/in_float64.py makes it float64
+SAME = 2e-6 if np.dtype(np.float32).itemsize == 4 else 1e-12  # tests/trainer/in_float64.py changes np.float32
 G, PROMPT, T = 2, 3, 12
 NAMES = ("math", "chat", "tools", "math", "plain")
 P, B = len(NAMES), G * len(NAMES)

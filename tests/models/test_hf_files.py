@@ -152,7 +152,7 @@ def big(tmp_path_factory):
 
 
 def peak_bytes(action) -> int:
-    action()  # compiles
+    action()  # the first call compiles
     tracemalloc.start()
     try:
         action()

@@ -516,4 +516,4 @@ def test_gradients_of_experts_are_scattered_and_not_summed_on_every_device(monke
             for dims in re.findall(r"\w+\[([\d,]+)\]", line.split("all-reduce(")[0])
         ]
         assert max(sizes) < own, line
-    assert len(re.findall(r" reduce-scatter\(", text)) >= 3  # of both expert matrices, and of outputs
+    assert len(re.findall(r" reduce-scatter\(", text)) >= 3  # of two matrices' gradients, and of outputs

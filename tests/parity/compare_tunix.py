@@ -92,7 +92,7 @@ def serve_podrl(rest: list[str]) -> None:
 
 
 def serve_tunix(mesh_sizes: str, rest: list[str]) -> None:
-    # Options and prompts; this import needs only numpy.
+    # These modules define the options and the prompts. They need only numpy, so Tunix's interpreter can import them.
     from benchmarks import model as bench_model
     from benchmarks import rollout as bench_rollout
 

@@ -150,7 +150,7 @@ def serving():
 
 @pytest.fixture
 def play(serving, tmp_path):
-    """Plays four samples of an agent; `asked` is the data's prompt."""
+    """Returns a function that plays four samples of an agent; its argument `asked` is the data's prompt."""
     (tmp_path / "agents.py").write_text(AGENTS.replace("RAN", f"{tmp_path}/ran").replace("GO", f"{tmp_path}/go"))
 
     def run(

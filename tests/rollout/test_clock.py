@@ -123,7 +123,7 @@ def test_a_group_that_becomes_another_is_refused(tmp_path):
             ValueError, match=r"samples of prompt 4 in step 0 differ from their entry in run/batches\.jsonl"
         ):
             clock.batch(0, [other], 1, over=over)
-    assert clock.batch(0, [Group(4, 0, 0)], 1) == []  # until it ends, it may still become the recorded group
+    assert clock.batch(0, [Group(4, 0, 0)], 1) == []  # while group 4 is open, it may still become the recorded one
 
 
 def test_groups_of_equal_rewards_are_dropped_as_long_as_others_can_take_their_places(tmp_path):

@@ -101,7 +101,7 @@ def dialogue_of(task):
 
 @pytest.fixture(scope="session")
 def play(tight, policy, prompts_of):
-    """Plays a script on the shared worker: (samples, the host that played it)."""
+    """Returns a function that plays a script on the shared worker: (samples, the host that played it)."""
 
     def run(script, lengths=(20, 3, 11), *, group_size=3, seed=None, sampling=None, host=Scripted):
         host = host(script, seed)

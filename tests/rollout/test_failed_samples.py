@@ -60,7 +60,7 @@ def test_a_sample_that_fails_ends_where_it_failed(untied, clean, caplog):
     assert np.flatnonzero(found.stop_B == STOP_FAILED).tolist() == sorted(met)
     assert worker.stats.failed == len(met)
     assert f"{len(met)} of 48 samples ended as failed" in caplog.text and "version 4" in caplog.text
-    for b, place in met.items():  # a failed sample ends with the token whose logits were NaN
+    for b, place in met.items():  # a failed sample ends with `token`, because the logits after it are NaN
         assert found.length_B[b] == place + 1
         np.testing.assert_array_equal(found.tokens_BT[b, : place + 1], whole.tokens_BT[b, : place + 1])
         assert np.isfinite(found.logprob_BT[b]).all() and (found.version_BT[b, place] == 4)

@@ -375,7 +375,7 @@ def test_every_branch_of_an_agent_has_the_routes_it_was_computed_with(tiny_on, t
             pass
         rollouts = worker.rows(player, 0.0)
     assert rollouts.route_BTX is not None
-    own = 0 if asked == ASKED else 1  # no program computes the data's prompt alone
+    own = 0 if asked == ASKED else 1  # piece 0 is then the data's prompt alone, which no program computes
     for b in range(2):
         real_T = np.arange(rollouts.tokens_BT.shape[1]) < rollouts.length_B[b]
         assert rollouts.piece_BT[b].max() == own + 1

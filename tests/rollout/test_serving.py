@@ -250,7 +250,7 @@ def front(serving):
 
 @contextlib.contextmanager
 def answering(serving, front):
-    """Runs podrl.serve's loop on a thread, and ends it with the block."""
+    """Runs podrl.serve's loop on a thread until the block of the `with` statement ends."""
     ended = threading.Event()
     thread = threading.Thread(target=serve.run, args=(serving, front, ended.is_set))
     thread.start()

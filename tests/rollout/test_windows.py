@@ -41,7 +41,7 @@ class Maker:
         return types.SimpleNamespace(step=step, player=player)
 
     def play(self, makings, policy, *, halt=None, on_ended=None):
-        assert halt is None  # under the token clock only the samples' numbers of tokens end a window
+        assert halt is None  # with rollout.clock='tokens' only the samples' numbers of tokens end a window
         rows = [(making.player, quantum) for making, quantum in makings]
         for _ in self._worker.advance(policy, rows, calls=self._calls):
             pass
@@ -261,7 +261,7 @@ def test_a_batch_of_several_hosts_is_cut_for_as_many_or_others(tight, policies, 
         for name, values in part.rows.items():
             np.testing.assert_array_equal(mine.rows[name], values)
     assert len(whole.samples) == 18
-    (share,) = share_of([whole.prompts], 1, 4)  # for four hosts instead of two
+    (share,) = share_of([whole.prompts], 1, 4)  # prompts 1 and 2, for host 1 of four; two hosts drew the batch
     mine = cut(whole, share, 1)
     assert len(share.length_P) == 2 and list(mine.samples) == list(whole.samples[3:9])
     np.testing.assert_array_equal(mine.rows["count_B"], whole.rows["count_B"][3:9])

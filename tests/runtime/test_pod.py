@@ -44,7 +44,10 @@ def test_a_leader_that_goes_while_others_join_is_noticed_long_before_the_deadlin
 
 
 def test_a_leader_that_is_not_there_yet_is_waited_for(monkeypatch):
-    """A process waits for its leader for longer than a connection may stay broken: four checks find it waiting."""
+    """A process waits for its leader even longer than a broken connection is tolerated.
+
+    It still waits after the channel has checked the connection four times.
+    """
     looks, check = [], channel._Link.check
     (port,) = free_ports(1)
     hosts = Hosts((0,), (1,))

@@ -52,7 +52,7 @@ def read(body: object, models: Sequence[str], parser: str) -> ParsedRequest:
     if len(set(names(tools))) < len(tools):
         raise fields.refusal("tools", names(tools), "names a tool twice")
     form = format_of(parser, names(tools)) if tools else None
-    if form is None or form.role == "raw":  # at most one call a turn, so false holds anyway
+    if form is None or form.role == "raw":  # a turn has at most one call, so the value may be false
         fields.flag("parallel_tool_calls")
     logprobs = fields.flag("logprobs")
     fields.neutral("top_logprobs", 0)
@@ -85,7 +85,7 @@ def assistant_message(
 
     Args:
       choice: sampled answer.
-      stop: the client's stop strings; the text ends before the one that was met.
+      stop: the client's stop strings; the text ends before the stop string that was met.
       tools: tools that the request offered.
       parser: format in which the model writes a tool call.
       id: prefix of the ids of the calls, see `call_ids`.
@@ -305,8 +305,8 @@ def _tool(value: object, path: str) -> JsonObject:
 
 
 def _fits(arguments: JsonObject, schema: JsonObject) -> bool:
-    """Returns True if arguments fit a strict schema: all required arguments, no unknown ones, each of the right
-    type."""
+    """Returns True if arguments fit a strict schema: all required arguments are there, none is unknown, and each has
+    the right type."""
     properties = schema.get("properties", {})
     if not set(schema.get("required", ())) <= set(arguments) <= set(properties):
         return False

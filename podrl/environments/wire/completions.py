@@ -18,7 +18,7 @@ from podrl.environments.wire.requests import (
 from podrl.mappings import JsonObject
 
 OBJECT = "text_completion"
-_DEFAULT_MAX_TOKENS = 16  # tokens; OpenAI's default of max_tokens
+_DEFAULT_MAX_TOKENS = 16  # OpenAI's default of max_tokens, in tokens
 
 
 def read(body: object, models: Sequence[str], parser: str) -> ParsedRequest:

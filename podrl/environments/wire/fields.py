@@ -1,4 +1,4 @@
-"""Reads the fields of a client's JSON: each field is honoured or refused by its name, and none is ignored silently."""
+"""Reads the fields of a client's JSON: a field that could change the answer is honoured, or refused by its name."""
 
 import math
 from collections.abc import Mapping, Sequence

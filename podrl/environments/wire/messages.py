@@ -100,7 +100,8 @@ class AnswerStream:
     def _start(self) -> Iterator[JsonObject]:
         if not self._started:
             self._started = True
-            # The last event has the number of the prompt's tokens: a part of an answer does not hold this number.
+            # The usage is 0 here, because the number of prompt tokens is known only with the whole answer. The event
+            # message_delta reports it.
             empty = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": _usage(0, 0)}
             yield {"type": "message_start", "message": _head(self._request, self._id) | empty}
 

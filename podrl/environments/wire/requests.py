@@ -17,7 +17,7 @@ class RefusedRequest(Exception):  # noqa: N818 - an answer to the client, not an
       status: status code of HTTP.
       code: name of the reason, for programs, in the style of OpenAI's interface.
       message: explanation for people, whole sentences.
-      param: name of the field at fault; None if no single field is.
+      param: name of the field at fault; None if no single field is at fault.
     """
 
     def __init__(self, status: int, code: str, message: str, param: str | None = None) -> None:
@@ -115,7 +115,7 @@ class Answer:
     def to_frame(self) -> tuple[JsonObject, bytes]:
         """Returns (fields for the header of a frame, token ids and log-probabilities as bytes for its body).
 
-        The header has the number of ids in place of the ids, and the same for log-probabilities. When the ids of a long
+        The header has the numbers of ids and of log-probabilities in place of these values. When the ids of a long
         prompt were written as JSON, they took a quarter of the time of the front, and of its owner.
         """
         fields, numbers = {**vars(self), "prompt_ids": len(self.prompt_ids)}, [array.array("i", self.prompt_ids)]
@@ -225,13 +225,13 @@ def token_logprobs(request: ParsedRequest, choice: Choice) -> JsonObject | None:
 class UnsentText:
     """Tracks how much of one streamed answer was sent to the client, for each of its choices.
 
-    The client never gets its own stop string, so an end of the text that may begin a stop string is held back.
+    The client never gets its own stop string, so the last characters, which may begin a stop string, are held back.
     """
 
     def __init__(self, request: ParsedRequest) -> None:
         self._stop = request.stop
-        self._held_back = max((len(text) for text in request.stop), default=1) - 1  # characters
-        self._tails = [""] * request.model_request.samples  # text that was held back
+        self._held_back = max((len(text) for text in request.stop), default=1) - 1  # number of characters
+        self._tails = [""] * request.model_request.samples  # text of each choice that was held back
         self._characters = [0] * request.model_request.samples  # number of characters sent
         self._tokens = [0] * request.model_request.samples  # number of tokens sent
 

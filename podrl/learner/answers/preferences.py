@@ -101,9 +101,9 @@ class JudgedAnswers:
     """The algorithm that DPO, ORPO and KTO share: a policy gradient on whole answers, each with a weight of its own.
 
     The losses compare several sequences, which packing may put into different rows. But the gradient of such a loss is
-    the gradient of -weight x log-probability, with a weight per answer that depends on the log-probabilities of whole
-    answers only. So scoring first gives the exact gradient for any packing, micro-batch split and mesh. Scores are
-    computed without the dropout of adapters.
+    the gradient of the sum of -weight x log-probability over the answers, and each weight is a number that follows from
+    the log-probabilities of whole answers. So all answers are scored first, and the weights then give the exact
+    gradient for any packing, micro-batch split and mesh. Scores are computed without the dropout of adapters.
 
     A subclass adds `score`, `advantages` and `watched`, and is then a podrl.learner.loop.Algorithm.
     """
@@ -111,7 +111,7 @@ class JudgedAnswers:
     compared = True  # True if answers are also scored under a reference
 
     def __init__(self, cluster: RLCluster, config: Any, shape: PackShape):
-        """Sets the cluster's loss, and keeps a reference if answers are compared with one.
+        """Sets the cluster's loss, and keeps a reference if `compared` is True.
 
         Args:
           cluster: the actor, and its reference if there is one.
@@ -128,7 +128,7 @@ class JudgedAnswers:
         return None, {}
 
     def pack(self, step: int, experience: Any, scores: Any, advantages: np.ndarray) -> list[Batch[WeightedRows]]:
-        """Packs all answers of a step into one update; `advantages` are the answers' weights, `scores` AnswerScores."""
+        """Packs all answers of a step into one update; `advantages` has the weight of each answer."""
         placement = scores.placement
         mask_BT, length_BT = placement.loss_tokens(experience.mask_BT)
         weight_BT = np.broadcast_to(advantages[:, None], experience.tokens_BT.shape)
@@ -177,8 +177,8 @@ def _of_pairs(found: Any, logprob_P2: np.ndarray, *, prefix: str) -> tuple[np.nd
     """Returns the weights of pairs' answers (2 P,), and metrics whose names begin with `prefix`.
 
     Args:
-      found: the loss's `loss_P` and `margin_P` of each pair, and `weight_P2` of its chosen and its rejected answer.
-      logprob_P2: log-probabilities of the two answers, nats.
+      found: result of the loss: `loss_P` and `margin_P` of each pair, and `weight_P2` of the pair's two answers.
+      logprob_P2: log-probabilities of the chosen and of the rejected answer, nats.
     """
     found = jax.device_get(found)
     measured = {
@@ -197,7 +197,7 @@ class DPO(JudgedAnswers):
 
     @staticmethod
     def formula(config: DPOConfig) -> str:
-        """Writes the loss, for the dry run."""
+        """Writes the formula of the loss, for the dry run."""
         smoothing = config.label_smoothing
         turned = f" - {smoothing:g} log sigmoid(-m)" if smoothing else ""
         weight = f"{1 - smoothing:g} " if smoothing else ""
@@ -231,7 +231,7 @@ class ORPO(JudgedAnswers):
 
     @staticmethod
     def formula(config: ORPOConfig) -> str:
-        """Writes the loss, for the dry run."""
+        """Writes the formula of the loss, for the dry run."""
         return (
             f"mean over pairs of -l of the chosen answer - {config.coef:g} log sigmoid(log odds of the chosen - log "
             "odds of the rejected), l = mean log-probability of an answer's tokens, odds = exp(l) / (1 - exp(l))"
@@ -254,11 +254,14 @@ class ORPO(JudgedAnswers):
 
 
 class KTO(JudgedAnswers):
-    """Learns from labelled answers; compares each with how far the policy has drifted from the reference (KTO)."""
+    """Learns from single answers that are labelled good or bad (KTO).
+
+    Compares each answer's log-ratio of policy to reference with the policy's mean drift from the reference.
+    """
 
     @staticmethod
     def formula(config: KTOConfig) -> str:
-        """Writes the loss, for the dry run."""
+        """Writes the formula of the loss, for the dry run."""
         return (
             f"mean over answers of {config.desirable_weight:g} (1 - sigmoid({config.beta:g} (r - z))) for good ones, "
             f"{config.undesirable_weight:g} (1 - sigmoid({config.beta:g} (z - r))) for bad ones, r = log p / p_ref of "

@@ -18,7 +18,7 @@ from podrl.trainer import packing
 from podrl.trainer.pack_shape import PackShape
 from podrl.types import Batch, Policy
 
-_SHOWN = 4  # answers of an evaluation in samples.jsonl
+_SHOWN = 4  # number of answers of an evaluation that samples.jsonl shows
 
 
 @section("reward_model")
@@ -47,8 +47,8 @@ class PairScores:
 class RewardModelling:
     """Implements podrl.learner.loop.Algorithm for a reward model: raises the score of the chosen answer of a pair.
 
-    As in DPO, a pair is scored first, and then each answer's score is pushed by the derivative of the pair's loss. So
-    packing may put the two answers into different rows. An answer's score is read at its last token.
+    As in DPO, a pair is scored first, and then the derivative of the pair's loss is the weight of each answer's score.
+    So packing may put the two answers into different rows. An answer's score is read at its last token.
     """
 
     def __init__(self, cluster: ScorerCluster, config: RewardModelConfig, shape: PackShape):
@@ -58,7 +58,7 @@ class RewardModelling:
 
     @staticmethod
     def formula(config: RewardModelConfig) -> str:
-        """Writes the loss, for the dry run."""
+        """Writes the formula of the loss, for the dry run."""
         return "mean over pairs of -log sigmoid(score of the chosen answer - score of the rejected one)"
 
     def score(self, step: int, experience: SFTBatch) -> PairScores:

@@ -25,7 +25,7 @@ class SFT:
 
     @staticmethod
     def formula(config: SFTConfig) -> str:
-        """Writes the loss, for the dry run."""
+        """Writes the formula of the loss, for the dry run."""
         return "mean of -log p over the learned tokens"
 
     def score(self, step: int, experience: SFTBatch) -> None:

@@ -30,7 +30,7 @@ class EvaluationShares:
     """Runs on the leader: gives the shares of one evaluation at a time to evaluation hosts, and takes their scores.
 
     The leader answers a host that asks for a share as soon as a share is free. The share of a lost host goes to the
-    next host that asks. This host may come much later, because trainers hold the weights until the next evaluation
+    next host that asks. That host may join much later, because trainers keep the weights until the next evaluation
     begins.
     """
 
@@ -45,10 +45,10 @@ class EvaluationShares:
         """
         self._pod, self._deadline_s, self._ending = pod, deadline_s, ending
         self._changed = threading.Condition()
-        self._step, self._over = 0, -1  # step of the evaluation; last step of the job, -1 until the job is over
-        self._hosts: list[int | None] = []  # by share: the host that makes it or has made it; None for a free share
-        self._scores: dict[int, Message] = {}  # scores, by share
-        self._open_requests: dict[int, futures.Future[Message]] = {}  # by host: the answer that the host waits for
+        self._step, self._over = 0, -1  # step of the evaluation; the job's last step, or -1 until it is over
+        self._hosts: list[int | None] = []  # host of each share, which makes or has made it; None for a free share
+        self._scores: dict[int, Message] = {}  # scores by the number of the share
+        self._open_requests: dict[int, futures.Future[Message]] = {}  # open requests, by host
         self._waited = False  # True while training waits for the scores
         pod.on_evaluator_lost = self._remove_host
         pod.wait_sources.append(self._describe_wait)
@@ -123,7 +123,7 @@ class EvaluationShares:
         """Answers the hosts that ask for a share, as long as there are shares."""
         for host, request in list(self._open_requests.items()):
             left = [share for share in range(len(self._hosts)) if share not in self._scores]
-            # A host that asks again has not heard the answer, so it gets the same share.
+            # A host that asks for a share again has not received the first answer, so it gets the same share.
             mine = [share for share in left if self._hosts[share] == host]
             free = [share for share in left if self._hosts[share] is None]
             if self._over >= 0:
@@ -199,17 +199,18 @@ class EvaluationHost:
         self._policy: Policy | None = None
 
     def work(self) -> int:
-        """Makes shares until the job is over; returns the step that it reached."""
+        """Scores shares of evaluations until the job is over; returns the step that the job reached."""
         self._run.begin()
         while True:
             share = self._request_share()
             if "over" in share:
                 return int(share["over"])
-            # A lost host may have recorded answers of its environments, so this host must read the records again.
+            # A host that was lost while it scored this share may have recorded outside answers. This host must repeat
+            # these answers, so it reads the records again.
             self._run.notify_takeover()
             try:
                 result = self._score_share(int(share["step"]), (int(share["share"]), int(share["shares"])))
-            except VersionGoneError as error:  # the leader took this host for lost, and other hosts have made the share
+            except VersionGoneError as error:  # the leader declared this host lost, and other hosts made the share
                 _log.warning("Skips the share, because its weights are gone: %s", error)
                 time.sleep(_LOOK_S)
                 continue

@@ -72,7 +72,7 @@ class RemoteEvaluations:
         if self._shares is not None:
             name = leases.evaluation(step)
             hosts = self._pod.seat.hosts.eval or self._pod.seat.hosts.heads
-            self._shares.open_shares(name, max(len(hosts), 1), step)  # at least one share: hosts may come later
+            self._shares.open_shares(name, max(len(hosts), 1), step)  # at least one share: hosts may join later
             self._work = self._thread.submit(self._collect, name, _LONGEST_S)
 
     def evaluated(self, *, wait: bool) -> tuple[int, dict[str, float], list[LogRecord]] | None:
@@ -82,12 +82,12 @@ class RemoteEvaluations:
         scores.
 
         Raises:
-          BatchError: a reward function failed, or a service that it asks was away; raised on every trainer host, and
-            only with `wait`.
+          BatchError: a reward function failed, or a service that it calls could not be reached; raised on every trainer
+            host, and only with `wait`.
         """
         if (step := self.step_in_flight) is None:
             return None
-        if self._work is None:  # not the leader: this host collects nothing, but must fail where the leader fails
+        if self._work is None:  # hosts other than the leader collect nothing, but fail where the leader fails
             if wait:
                 self.step_in_flight = None
                 answer = self._pod.get(LEADER, evaluated(step), self._deadline_s)
@@ -100,7 +100,7 @@ class RemoteEvaluations:
         self._wait(work)
         messages = work.result()
         failed = [message for message in messages if "error" in message.value]
-        if failed and not wait:  # kept for the next call with `wait`, in which all trainer hosts raise the error
+        if failed and not wait:  # the next call with `wait` raises the error, on all trainer hosts at once
             self._work = work
             return None
         self.step_in_flight, self._failed = None, bool(failed)

@@ -28,11 +28,11 @@ class RemoteGroup(Group):
     """The leader's record of a group whose samples a rollout host makes.
 
     Attributes:
-      samples: number of samples; 0 under the token clock, where only the host counts them.
+      samples: number of samples; 0 with `rollout.clock='tokens'`, because then only the host counts them.
       since: step at which the group was opened.
-      quantum: number of tokens that a sample draws in a window; used by the token clock only.
+      quantum: number of tokens that a sample draws in a window; used only with `rollout.clock='tokens'`.
       host: number of the host that makes the group, or NOBODY.
-      entry: the journal's entry of the group once the group has ended; None before, and under the token clock.
+      entry: the journal's entry of the group once the group has ended; None before, and with `rollout.clock='tokens'`.
       moved: True once a host that had the group was lost.
     """
 
@@ -45,9 +45,9 @@ class RemoteGroup(Group):
 
     @property
     def ended(self) -> bool:
-        """Returns True when all samples have ended; under the token clock, when a host has the group.
+        """Returns True when all samples have ended; with `rollout.clock='tokens'`, when a host has the group.
 
-        Under the token clock the trainers wait for the rows that they fetch, so the leader need not know more.
+        With 'tokens' the trainers wait for the rows that they fetch, so the leader need not know when samples end.
         """
         return self.entry is not None if self.samples else self.host != NOBODY
 
@@ -88,13 +88,13 @@ class Dispatcher:
 
     When a host is lost, its groups go to other hosts.
 
-    Under the token clock a group is one host's part of the prompts of a batch. A batch can be decided as soon as all of
-    its groups have hosts; the trainers then wait for the rows that they fetch. The trainers still hold the weights that
-    the lost host used or would have used. A host that takes the group over draws it under the same versions, so the
-    group becomes the same as on the lost host.
+    With `rollout.clock='tokens'` a group is one host's part of the prompts of a batch. A batch can be decided as soon
+    as all of its groups have hosts; the trainers then wait for the rows that they fetch. The trainers still hold the
+    weights that the lost host used or would have used. A host that takes the group over draws it under the same
+    versions, so the group becomes the same as on the lost host.
 
-    Under the wall clock a group has one prompt. Its host keeps the group until all trainers have its batch, and tells
-    the leader when the group has ended. The leader writes to the journal which groups each batch holds, and which
+    With `rollout.clock='wall'` a group has one prompt. Its host keeps the group until all trainers have its batch, and
+    tells the leader when the group has ended. The leader writes to the journal which groups each batch holds, and which
     prompts are submitted again, before it tells any other process. A group that is taken over is begun anew, under the
     same random keys. If the journal already records the group (some trainer has not fetched its batch yet, or the steps
     are repeated after a restart), the group is drawn under the recorded versions.
@@ -112,7 +112,7 @@ class Dispatcher:
         deadline_s: float,
         read: Callable[[], Prompts],
     ):
-        """Begins to listen to the hosts.
+        """Stores the collaborators, and begins to receive the reports of the rollout hosts.
 
         Args:
           pod: the job's processes.
@@ -120,7 +120,7 @@ class Dispatcher:
           clock: decides which groups make a batch, and which prompts are submitted again.
           size: number of prompts in a batch, without prompts in reserve for dynamic sampling.
           group_size: number of samples per prompt.
-          shares: number of groups that a batch is cut into under the token clock; 0 for one group per host.
+          shares: number of groups that a batch is cut into with `rollout.clock='tokens'`; 0 for one group per host.
           deadline_s: the longest wait for a batch, in seconds.
           read: function that reads the prompts of the next batch from the data.
         """
@@ -129,13 +129,13 @@ class Dispatcher:
         self._deadline_s, self._read = deadline_s, read
         self._by_tokens = clock.mode != "wall"
         self._open = OpenGroups(clock, size, self._group, self._ends)
-        self._decided: dict[int, list[RemoteGroup]] = {}  # by step: groups that hosts still serve to trainers
-        self._queues: dict[int, _HostQueue] = {}  # by host
+        self._decided: dict[int, list[RemoteGroup]] = {}  # decided groups that hosts still serve to trainers, by step
+        self._queues: dict[int, _HostQueue] = {}  # accounts of the rollout hosts, by host
         self._start = self._at = 0  # the step at which this process began, and the step it has reached
-        self._clock_from = 0  # steps before this one are repeated from the journal
-        self._batches = 0  # batches of prompts read since the start of the run
-        self._batches_before = 0  # batches of prompts that had been read before the current step
-        self._failed: int | None = None  # a host that could not go on
+        self._clock_from = 0  # steps before this step are repeated from the journal
+        self._batches = 0  # number of batches of prompts that were read since the start of the run
+        self._batches_before = 0  # number of batches of prompts that had been read before the current step
+        self._failed: int | None = None  # number of a host that has reported that it cannot go on
         # The batch whose prompts could not be read, and the error.
         self._read_error: tuple[int, BatchError] | None = None
         # The step and the result of the last call of `_collect_states`.
@@ -164,7 +164,7 @@ class Dispatcher:
         """Advances to a step: submits again the prompts of groups that are too old, and hands out the prompts of new
         batches.
 
-        If the prompts of a batch cannot be read, `decide` raises the error once the batches before it are trained on.
+        If the prompts of a batch cannot be read, `decide` raises the error when training reaches this batch.
 
         Args:
           step: number of steps done.
@@ -186,7 +186,7 @@ class Dispatcher:
             return {queue.address: queue.sent for queue in self._queues.values()}
 
     def decide(self, step: int) -> None:
-        """Waits until a step's batch has its groups, records them in the journal, and tells all processes.
+        """Waits until a step's batch has its groups, writes them to the journal, and announces them to all processes.
 
         Raises:
           BatchError: the prompts of the batch could not be read.
@@ -200,7 +200,7 @@ class Dispatcher:
             if self._read_error is not None and step >= self._read_error[0]:
                 self._open_batch(step, [], [LEADER])
                 error, lease = self._read_error[1], Lease(leases.batch(step), 0, 1, LEADER)
-                self._pod.channel.put(lease.key("header"), codec.failure(error))  # for the other trainers
+                self._pod.channel.put(lease.key("header"), codec.failure(error))  # other trainers raise it, too
                 raise error
             self._awaited_step = step
             while not (chosen := self._choose_batch(step)) and self._failed is None:
@@ -213,23 +213,25 @@ class Dispatcher:
                 self._open_batch(step, [], [self._failed or 0])
                 return
             if self._clock.known(step) == step:
-                # A new decision of the wall clock: the sort puts each host's groups side by side, so that each host has
-                # one lease. A decision that is repeated keeps the order of the journal.
+                # A new decision, with `rollout.clock='wall'`: the sort puts each host's groups side by side, so that
+                # each host has one lease. A decision that is repeated keeps the order of the journal.
                 chosen.sort(key=lambda group: group.host)
             self._open.decide(step, chosen)
             self._decided[step] = chosen
             self._open_batch(step, [group.key for group in chosen], [group.host for group in chosen])
 
     def counts(self, step: int) -> Mapping[str, float]:
-        """Returns the metrics of the queue at the time when the batch of a step was decided; only the first call has
-        them."""
+        """Returns the metrics of the queue at the time when the batch of a step was decided.
+
+        Only the first call for a step returns metrics.
+        """
         return self._open.counts(step)
 
     def state(self, step: int, first: int) -> PartialBatch:
         """Collects, for a checkpoint, as many open groups as the batch of a step will have.
 
-        Groups whose prompts were read for the current step join the last batch that was begun before it. Hosts offer
-        the state of their groups at the start of each window in which a checkpoint is made.
+        Groups whose prompts were read for the current step join the last batch that was begun before this step. Hosts
+        offer the state of their groups at the start of each window in which a checkpoint is made.
 
         Args:
           step: step that trains on the batch.
@@ -255,7 +257,7 @@ class Dispatcher:
     def _ends(self, prompts: int) -> Sequence[int]:
         """Cuts a number of prompts into groups; returns 0 and the end of each group.
 
-        Under the wall clock each prompt is a group; under the token clock group sizes differ by at most one prompt.
+        With `rollout.clock='wall'` each prompt is a group; with 'tokens' group sizes differ by at most one prompt.
         """
         if not self._by_tokens:
             return range(prompts + 1)
@@ -326,7 +328,10 @@ class Dispatcher:
             self._send_groups(host, groups)
 
     def _send_groups(self, host: int, groups: Sequence[RemoteGroup], *, in_batch: bool = False) -> None:
-        """Orders a host to make groups. `in_batch`: a batch already has them, so they must become the same again."""
+        """Orders a host to make groups.
+
+        `in_batch` is True if a batch already holds the groups, so that the host must draw the same tokens again.
+        """
         # Groups with different fields go into separate orders: join() would add every field to all prompts, as None.
         for _, alike in itertools.groupby(groups, lambda group: tuple(group.prompts.fields)):
             entries, parts = [], []

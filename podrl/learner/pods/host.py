@@ -27,15 +27,15 @@ from podrl.runtime.watchdog import EXIT_PREEMPTED
 from podrl.types import BatchError, Experience, Policy
 
 _LAST_WORDS_S = 300.0
-_VERDICT_S = 30 * 86400.0  # no real limit: trainers may wait for a long evaluation; lost trainers are noticed anyway
+_VERDICT_S = 30 * 86400.0  # in effect no limit: trainers may wait for a long evaluation; a lost trainer is noticed
 _log = logging.getLogger("podrl.hosting")
 
 
 class HostRollouts:
-    """Runs on a rollout host: receives weights, makes and scores the groups of its orders, serves them to the trainers.
+    """Runs on a rollout host: receives weights, generates and scores the leader's groups, and serves them to trainers.
 
-    Its leases name the parts of batches that it serves, and the held-out prompts that it evaluates. Some leases come
-    late, because another host was lost.
+    Its leases name the parts of batches that it serves, and the held-out prompts that it evaluates. Leases that a lost
+    host had may come at any time.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class HostRollouts:
             deadline_s=deadline_s,
         )
         self._lock, self._closed = threading.Lock(), False
-        self._tasks: set[str] = set()  # evaluations begun here
+        self._tasks: set[str] = set()  # names of the evaluations that this host has begun
         self._accepted: set[Lease] = set()  # leases of these evaluations that this host has begun to score
         self._batches: dict[Lease, Experience] = {}  # parts of batches, from which trainers may fetch rows
         self._offered: list[tuple[int, str]] = []  # (step, key) of each state offered for the checkpoint after the step
@@ -243,7 +243,7 @@ class HostRollouts:
         return self._policy
 
     def _score(self, lease: Lease, policy: Policy) -> None:
-        """Evaluates one lease of the held-out prompts; it is empty if there are more shares than prompts."""
+        """Evaluates the held-out prompts of one lease, which may have none: there may be more shares than prompts."""
         assert self._evaluator is not None
         task = self._leases.task(lease.task)
         assert task is not None, lease

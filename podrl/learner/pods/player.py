@@ -22,16 +22,17 @@ from podrl.types import BatchError, Policy
 
 _log = logging.getLogger("podrl.hosting")
 _FOREVER_S = 1e9
-_TELL_EVERY = 4  # windows between two reports to the leader under the token clock
+_TELL_EVERY = 4  # number of windows between two reports to the leader, with rollout.clock='tokens'
 
 
 class HostPlayer:
     """Plays groups window after window, and serves the groups that batches hold.
 
-    A window begins when the batch of its step is first asked for. Under the token clock a window ends when its samples
-    have drawn their tokens. Under the wall clock it ends when the next weights have arrived and the running dispatch is
-    over. Only under the wall clock, orders of the leader interrupt the window after the running dispatch, and reports
-    tell the leader which groups have ended. Samples are played on `thread`; a second thread puts batches together.
+    A window begins when the batch of its step is first requested. With `rollout.clock='tokens'` a window ends when its
+    samples have drawn their tokens. With 'wall' a window ends when the next weights have arrived and the running
+    dispatch is over. Only with 'wall', orders of the leader interrupt the window after the running dispatch, and
+    reports tell the leader which groups have ended. Samples are played on `thread`; a second thread puts batches
+    together.
     """
 
     def __init__(
@@ -137,8 +138,8 @@ class HostPlayer:
     def end_window(self) -> None:
         """Closes the window, so that the rollout thread becomes free to move weights.
 
-        Under the wall clock samples stop after the running dispatch. Samples whose tokens in the window are fixed (the
-        token clock, repeated windows) draw these tokens first.
+        Samples stop after the running dispatch. Samples whose tokens in the window are fixed (with
+        `rollout.clock='tokens'`, or in a repeated window) draw these tokens first.
         """
         with self._more:
             self._player.end_window()
@@ -164,7 +165,7 @@ class HostPlayer:
         self._thread.submit(self._save, self._at).result()
 
     def closing(self) -> None:
-        """Asks both threads to end their work as soon as they can."""
+        """Sets the flag at which both threads end their work as soon as they can."""
         with self._more:
             self._closed, self._window = True, None
 
@@ -176,7 +177,7 @@ class HostPlayer:
         self._give_up(list(self._groups))
 
     def _submit(self) -> None:
-        """Makes the rollout thread carry out orders and play on; called under the lock."""
+        """Makes the rollout thread carry out orders and continue the open window; the caller holds `_more`."""
         if not self._closed:
             self._thread.submit(self._play, self._window)
 
@@ -213,7 +214,7 @@ class HostPlayer:
             self._save_each([group for group in groups if group.submit_step > at], at)
 
     def _save_each(self, groups: Sequence[OwnGroup], at: int) -> None:
-        """Offers, under the token clock, the state of each group at the start of a window."""
+        """Offers the state of each group at the start of a window."""
         for group in groups:
             self._offer_state(at, part_of(at, group.key), group.part(at).message())
 
@@ -312,7 +313,7 @@ class HostPlayer:
     def _save_late(self, groups: Sequence[OwnGroup], version: int) -> None:
         """Offers the state of groups at the start of a window, if a checkpoint of that window can still come.
 
-        Under the wall clock it does nothing.
+        With `rollout.clock='wall'` nothing is offered.
         """
         if self._mode == "windows" and version >= self._at - 1:
             self._save_each([group for group in groups if not group.ended], version)
@@ -331,8 +332,8 @@ class HostPlayer:
     def _report(self, *, last: bool = False) -> None:
         """Tells the leader which groups have ended and, at the end of a window (`last`), the oldest version of each.
 
-        Under the token clock the leader needs neither. Every few windows a report says how many orders and changes of
-        leases this host has read, so that the leader can free them.
+        With `rollout.clock='tokens'` the leader needs neither the groups nor the versions. Every few windows a report
+        says how many orders and changes of leases this host has read, so that the leader can free them.
         """
         if self._mode != "wall":
             self._window_count += last

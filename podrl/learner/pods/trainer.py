@@ -30,7 +30,7 @@ from podrl.runtime.message import Message
 from podrl.runtime.pod import MovedError, Pod
 from podrl.types import Experience, Policy
 
-_ASKING = 256  # number of hosts asked at a time
+_ASKING = 256  # largest number of hosts from which data are fetched at the same time
 _AGAIN_S = 0.05  # pause after a lease has moved, so that the news of its new host can arrive
 
 
@@ -63,14 +63,14 @@ class RemoteRollouts:
         Args:
           cluster: the cluster with this host's part of the trainer's mesh.
           stream: the data; the leader reads prompts from it, and every trainer host reads answers from it (SFT, DPO).
-          run: the watchdog.
+          run: the watchdog, the trace and the run directory.
           pod: the job's processes, all connected.
           barrier: agreement of all processes to continue or stop after the same step.
           needed: function (step, batch) -> samples whose rows this host's devices train on; None if `submit` is never
             called.
           deadline_s: the longest wait for a rollout host, in seconds.
           clock: the leader's clock, which decides when weights change inside samples and which groups make a batch;
-            None under the wall clock on other hosts.
+            None on other hosts with `rollout.clock='wall'`.
           rows: names of the per-token arrays that training reads.
           begun: function (steps done) -> steps whose batches may be under way then.
           prompts: number of prompts per batch; 0 if batches are answers from data.
@@ -92,11 +92,11 @@ class RemoteRollouts:
                 clock,
                 size=prompts,
                 group_size=group_size,
-                shares=max(len(pod.seat.hosts.heads), 1) if whole else 0,  # all hosts may come later
+                shares=max(len(pod.seat.hosts.heads), 1) if whole else 0,  # at least 1, as hosts may join later
                 deadline_s=deadline_s,
                 read=self.next_batch,
             )
-        note_evaluated = lambda step: self._start.evaluated.add(step)  # noqa: E731 - hosts that join later are told
+        note_evaluated = lambda step: self._start.evaluated.add(step)  # noqa: E731 - for hosts that join later
         self._eval_host_shares = (
             EvaluationShares(pod, deadline_s, barrier.ending) if pod.leads and self._apart else None
         )
@@ -193,7 +193,7 @@ class RemoteRollouts:
 
         Raises:
           BatchError: a reward function or too many samples failed on a rollout host, or a service that a reward
-            function asks was away.
+            function calls could not be reached.
           ChannelError: a rollout host did not answer within the deadline.
         """
         assert self._needed is not None

@@ -163,13 +163,13 @@ def _functions(control: socket.socket, request: ProgramTests, limits: Bounds) ->
             name: value for name, value in remote.names().items() if name in wanted and not hasattr(builtins, name)
         }
         names |= {"__name__": "tests", "__builtins__": builtins}
-        exec(codes[0], names)  # code of the data set, and this process is its sandbox
+        exec(codes[0], names)  # this process is the sandbox for code of the data set
     except BaseException as error:  # noqa: BLE001 - the program does not run, or lacks a name that the set-up needs
         program.end(kill=True)
         return {"passed": [False] * len(request["tests"]), "said": _name(error)[:_MESSAGE_LENGTH]}
     for number, code in enumerate(codes[1:]):
         try:
-            exec(code, names)  # code of the data set, as in the set-up
+            exec(code, names)  # a test is code of the data set, like the set-up
             passed.append(True)
         except BaseException as error:  # noqa: BLE001 - a test that raises has failed
             passed.append(False)
@@ -285,7 +285,7 @@ class _Remote:
     def _local(self, value: object) -> object:
         try:
             return decode(value, lambda reference: StandIn(self, reference))
-        except Exception as error:  # noqa: BLE001 - whatever a program can write
+        except Exception as error:  # noqa: BLE001 - a program can write anything
             raise self._not_a_message(_name(error)) from None
 
     def _refer(self, value: object) -> Reference:
@@ -312,7 +312,7 @@ def _update(argument: object, now: object) -> None:
 
 
 def _exception(names: Sequence[str], text: str) -> BaseException:
-    """Makes an exception like the one that a program raised, of the nearest of Python's own types.
+    """Makes an exception like the exception that a program raised, of the nearest of Python's own types.
 
     Args:
       names: names of the types of the program's exception, the nearest first.

@@ -43,7 +43,7 @@ class Sandboxes:
         Raises:
           RefusedError: the host cannot isolate a program.
         """
-        # The Python installation that a virtual environment uses.
+        # Directories of the Python installation that a virtual environment uses.
         own = {"base": sys.base_prefix, "platbase": sys.base_exec_prefix}
         standard = [sysconfig.get_path(name, vars=own) for name in ("stdlib", "platstdlib")]
         imports = list(dict.fromkeys([*standard, f"{standard[1]}/lib-dynload", *packages]))
@@ -144,7 +144,7 @@ class Sandboxes:
         )
 
 
-# A fixed hash seed: sets iterate in the same order in every run of a program.
+# The hash seed is fixed, so that sets iterate in the same order in every run of a program.
 _ENVIRONMENT = {"PYTHONHASHSEED": "0", "PATH": "/nowhere"}
 
 

@@ -1,6 +1,6 @@
 """System calls that isolate a process on Linux x86-64: namespaces, mounts, a filter of system calls, limits.
 
-This module imports the standard library alone, because it runs in processes that have nothing else.
+This module needs only the standard library, because it runs in processes that have no other packages.
 """
 
 import ctypes
@@ -53,7 +53,7 @@ def clone() -> int:
       The child's process id in the parent, 0 in the child.
 
     Raises:
-      IsolationError: the host does not allow it.
+      IsolationError: the host does not allow new namespaces.
     """
     ctypes.pythonapi.PyOS_BeforeFork()
     pid = _libc.syscall(_CLONE, ctypes.c_ulong(_NAMESPACES | _SIGCHLD), None, None, None, None)
@@ -74,7 +74,7 @@ def map_user(pid: int) -> None:
       pid: id of the process, as this process sees it.
 
     Raises:
-      IsolationError: the host does not allow it.
+      IsolationError: the host does not allow the mapping.
     """
     root = os.geteuid() == 0
     try:
@@ -90,7 +90,7 @@ def enter_root(paths: Sequence[str], disk_mb: int) -> None:
     """Makes this process see no other files than `paths`, which are read-only, and an empty /tmp.
 
     Args:
-      paths: files and directories of the host that stay visible; missing ones are left out.
+      paths: files and directories of the host that stay visible; missing paths are left out.
       disk_mb: size of /tmp, in MiB of memory.
 
     Raises:
@@ -147,7 +147,7 @@ def close_all_but(*kept: int) -> None:
 
 
 def limit(limits: Bounds) -> None:
-    """Sets the limits of a program on this process; they cannot be raised again."""
+    """Sets the limits of a program on this process; these limits cannot be raised again."""
     memory, seconds, size = limits["memory_mb"] << 20, limits["cpu_s"], limits["file_mb"] << 20
     limit_memory(memory)
     for kind, value in (
@@ -162,7 +162,7 @@ def limit(limits: Bounds) -> None:
 
 
 def limit_memory(size: int) -> None:
-    """Sets the address space of this process, in bytes; it cannot be raised again."""
+    """Sets the largest address space of this process, in bytes; this limit cannot be raised again."""
     _limit(resource.RLIMIT_AS, size)
 
 
@@ -196,7 +196,7 @@ def _filter(denied: tuple[int, ...]) -> bytes:
     load, equal, at_least, any_bit, give = 0x20, 0x15, 0x35, 0x45, 0x06
     allow, kill, eperm, enosys = 0x7FFF0000, 0x80000000, 0x00050001, 0x00050026
     program = [
-        (load, 0, 0, 4),  # loads the architecture; the next lines kill a process of another one
+        (load, 0, 0, 4),  # loads the architecture; the next lines kill a process of another architecture
         (equal, 1, 0, 0xC000003E),
         (give, 0, 0, kill),
         (load, 0, 0, 0),  # loads the number of the call
@@ -210,7 +210,7 @@ def _filter(denied: tuple[int, ...]) -> bytes:
     program += [
         (equal, 0, 4, _CLONE),
         (load, 0, 0, 16),  # loads the flags of clone, with which only new threads are allowed
-        (any_bit, 0, 1, 0x00010000),  # CLONE_THREAD
+        (any_bit, 0, 1, 0x00010000),  # the flag CLONE_THREAD
         (give, 0, 0, allow),
         (give, 0, 0, eperm),
         (give, 0, 0, allow),
@@ -219,7 +219,7 @@ def _filter(denied: tuple[int, ...]) -> bytes:
 
 
 def _restrict(target: str, *, device: bool) -> None:
-    """Makes a mount and all below it read-only, without set-user-id; devices in it work only if `device` is True."""
+    """Makes a mount and all mounts below it read-only, without set-user-id; devices work only if `device` is True."""
     flags = 0x01 | 0x02 | (0 if device else 0x04)
     attributes = struct.pack("<QQQQ", flags, 0, 0, 0)
     _call(f"mount_setattr {target}", _libc.syscall(_MOUNT_SETATTR, -100, target.encode(), 0x8000, attributes, 32))

@@ -66,7 +66,7 @@ class Verdict(TypedDict):
       said: reason why the first of the failed tests failed; '' if no test failed.
       unusable: complaint about a value that a test gave the program and that is not plain data; '' for none.
       error: reason why no program can pass the tests; absent if there is none.
-      refused: reason why this host cannot isolate a program; absent if it can.
+      refused: reason why this host cannot isolate a program; absent if the host can.
     """
 
     passed: list[bool]

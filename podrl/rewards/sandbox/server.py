@@ -1,6 +1,7 @@
 """The process that starts sandboxes: it forks a sandbox for every job, and never reads the job itself.
 
-`podrl.rewards.sandbox.host` starts this process with only the standard library and with an empty environment.
+`podrl.rewards.sandbox.host` starts this process with only the standard library, and without the job's environment
+variables.
 """
 
 import gc
@@ -39,7 +40,7 @@ def serve() -> None:
     kernel.prepare()
     gc.disable()  # a collection writes to every object that it visits, so each sandbox would copy the objects' memory
     alive = os.pipe()  # the writing end closes when this process ends
-    running: dict[int, tuple[int, float]] = {}  # by a sandbox's descriptor: process id, time to kill it
+    running: dict[int, tuple[int, float]] = {}  # (process id, time to kill it) of each sandbox, by descriptor
     with selectors.DefaultSelector() as selector:
         selector.register(control, selectors.EVENT_READ)
         while True:
@@ -114,7 +115,7 @@ def _isolated(job: socket.socket, map_read: int, alive: int, limits: Bounds) -> 
             os.close(map_read)
             kernel.enter_root(limits["paths"], limits["disk_mb"])
             kernel.become_nobody()
-            kernel.die_with_parent()  # again, because the change of user has cleared the setting
+            kernel.die_with_parent()  # repeated, because the change of user has cleared the setting
             parent = select.poll()
             parent.register(alive, select.POLLHUP)
             if parent.poll(0):  # the parent ended before the line above, so the kernel will not end this process

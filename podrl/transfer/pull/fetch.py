@@ -22,7 +22,7 @@ _POLL_S = 0.02
 
 
 class TransferTimeoutError(ChannelError):
-    """A trainer process did not answer in time; the message names the process and the stage."""
+    """A version was not offered or did not arrive in time; the message names the trainer process or the last error."""
 
 
 class VersionGoneError(ChannelError):
@@ -82,7 +82,8 @@ class PullReceiver:
 
         Raises:
           VersionGoneError: the trainer no longer holds the version.
-          TransferTimeoutError: the version did not arrive in time; the error names the trainer process and the stage.
+          TransferTimeoutError: the version was not offered or did not arrive in time.
+          LateError: a trainer process did not answer at all; the error names the process and the request.
           ValueError: trainer and rollout hold different models.
           WeightMismatchError: a leaf arrived changed.
         """
@@ -116,6 +117,7 @@ class PullReceiver:
 
         Raises:
           TransferTimeoutError: the version was not offered in time.
+          LateError: trainer process 0 did not answer at all.
         """
         if not self._shardings:
             return

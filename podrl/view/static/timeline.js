@@ -27,7 +27,7 @@ podrl.views.timeline = async (main, params, current) => {
   // Calls of tools overlap: their lane has rows, as many as there were calls at once, up to 16.
   const deep = new Map(rows.map((row) => [row, 1]));
   for (const span of found.spans) if (span.lane === "tools") deep.set(lane(span), Math.max(deep.get(lane(span)), Math.min(span.row + 1, 16)));
-  // A lane is as high as possible, if the window also shows the bars above and some lines of the table below.
+  // A lane is as high as it can be while the window also has room for the bars above and some lines of the table below.
   const OTHERS = 340, halves = rows.reduce((all, row) => all + Math.max(deep.get(row), 2), 0);
   const LOW = Math.min(Math.max(Math.floor((innerHeight - OTHERS) / halves), 13), 36), HIGH = 2 * LOW, TOP = 22, FONT = "12px system-ui, sans-serif";
   const tall = (row) => row.endsWith(" tools") ? Math.max(deep.get(row) * LOW + 4, HIGH) : HIGH, tops = new Map();
