@@ -128,7 +128,8 @@ class LossSettings:
       loss_agg_scale: fixed length of the two scale modes, tokens; None takes rollout.max_tokens_to_generate of the run.
       length_eps: number added to sequence lengths; 1e-8 is verl's arithmetic.
       sampler_correction: none, tis, sequence_tis, sequence_mask, icepop, kpop or geometric_mask
-        (`podrl.algorithms.corrections`); auto is tis if samples may be older than the trained weights, else none.
+        (`podrl.algorithms.corrections`); auto is tis if samples may be older than the trained weights and
+        old_logprob is not 'sampler', else none.
       correction_low: lower bound of the sampler correction; None for its usual value.
       correction_high: upper bound of the sampler correction; None for its usual value.
     """
@@ -301,7 +302,8 @@ class PolicyLoss:
       settings: settings of the loss.
       own: the user's token loss if `settings` name one: (logprob_BT, old_logprob_BT, advantage_BT, mask_BT=,
         length_BT=, segment_BT=) -> loss_BT. None otherwise.
-      oldest: largest age of a token, in steps. From 2 on, rows have ages, and there are metrics for each age.
+      oldest: largest age of a token, in steps. If it is 2 or more, the loss reads `age_BT` of the rows and returns
+        metrics for each age.
       stale_bound: largest age of a token that counts in the policy loss, in steps; None for no bound.
       others: policy losses with other surrogates. A token with the number n > 0 in `loss_BT` of the rows has the
         surrogate of `others[n - 1]`. Correction, KL, entropy and aggregation follow `settings` for all tokens.

@@ -31,7 +31,7 @@ def segment_sum(x_BT: Float[Array, "B T"], segment_BT: Int[Array, "B T"]) -> Flo
     of the row: packing leaves it unchanged to the bit. Differentiable.
 
     Args:
-      x_BT: values, already masked; padding (segment 0) forms a group of its own.
+      x_BT: values, 0 on tokens that must not count; padding (segment 0) is summed like one more sequence.
       segment_BT: sequence numbers, each at most T.
     """
     slots = x_BT.shape[1] + 1

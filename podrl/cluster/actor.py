@@ -40,7 +40,7 @@ _NO_REFERENCE = "There is no reference policy: call RLCluster.keep_reference() b
 
 
 class Actor:
-    """The trained policy on its mesh. Under LoRA its frozen base also serves as the reference policy, without a copy.
+    """The trained policy on its mesh. Under LoRA its frozen base is also the reference, unless another model is named.
 
     Attributes:
       model: configuration of the model.
@@ -49,7 +49,7 @@ class Actor:
       loaded: True if this process has devices of the mesh; if not, `state` and `frozen` are shapes only.
       optimizer: optimizer of the trainable parameters.
       state: trainable parameters, optimizer state and step.
-      frozen: parameters that are not trained (empty without LoRA).
+      frozen: parameters that are not trained: the base under LoRA, otherwise few or none.
       reference: parameters of the reference policy, perhaps in the host's memory (`trainer.offload`); None before
         `keep_reference`.
       reference_model: configuration of the reference policy; before `keep_reference`, the actor's configuration.

@@ -236,7 +236,10 @@ class RLCluster(SavedByRun):
         self.actor.keep_reference(self._reference_source, self.tokenizer.vocab_size)
 
     def sync_weights(self, version: int | None = None, *, in_place: bool = False) -> Policy:
-        """Moves the trainer's weights to the rollout mesh; under LoRA, calls after the first move only the adapters.
+        """Moves the trainer's weights to the rollout mesh.
+
+        Under LoRA the frozen base moves only in the first call. With `rollout.merge_adapters` the whole merged model
+        moves in every call.
 
         Args:
           version: number of the weights, recorded with every token sampled by them; None for the optimizer's step.

@@ -58,7 +58,7 @@ class RewardKL(_Coefficient):
         ref_logprob_BT: Float[np.ndarray, "B T"],
         mask_BT: Float[np.ndarray, "B T"],
     ) -> tuple[Float[np.ndarray, "B T"], dict[str, float]]:
-        """Returns token rewards less the penalty, and metrics reward/{kl, kl_coef}; adapts the coefficient."""
+        """Returns token rewards less the penalty, and metrics reward/{kl, kl_coef}; adapts the next coefficient."""
         arrays: Any = (logprob_BT, ref_logprob_BT, mask_BT)
         kl_BT: Any = kl.sampled_kl(*arrays, mode=self._mode, clamp=self._clamp)
         mean = float(kl_BT.sum() / max(float((mask_BT > 0).sum()), 1.0))
@@ -90,7 +90,7 @@ class LossKL(_Coefficient):
         """Returns actor/kl_coef of the step that has just been trained, and adapts the coefficient for the next step.
 
         Args:
-          kl_U: the mean KL per token that each update of the step measured, replicated on the device.
+          kl_U: mean KL per token of each update of the step, nats; scalar arrays, replicated over the trainer mesh.
           samples: number of samples of the step.
         """
         metrics = {"actor/kl_coef": self.coef}

@@ -110,7 +110,8 @@ class EvalConfig:
 
     Attributes:
       problems: number of held-out prompts used; 0 leaves out the evaluation on held-out prompts.
-      samples: number of completions per prompt at temperature 1, for the sampled rewards, accuracies and pass@k.
+      samples: number of sampled completions per prompt, for rewards, accuracies and pass@k; a configured job samples
+        them at temperature 1.
       show: number of samples written to samples.jsonl per evaluation and set.
       sets: further sets of records.
     """

@@ -120,7 +120,8 @@ def fit(
       pod: the job's processes; None if there is one process.
 
     Raises:
-      BatchError: a reward function failed, or too many samples failed. The steps before the failure are saved.
+      BatchError: a reward function failed, or too many samples failed. `Recorder.rescue` first saves the finished
+        steps if it can.
     """
     on_hosts = pod is not None and bool(pod.seat.hosts.eval)  # True if the job has evaluation hosts
     if pod is not None and pod.seat.hosts.role(pod.seat.process) == EVAL:

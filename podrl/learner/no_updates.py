@@ -11,7 +11,8 @@ from podrl.learner.settings import AlgorithmConfig, GRPOConfig, PPOConfig
 from podrl.rewards.compose import RewardConfig
 from podrl.trainer.config import RLTrainingConfig
 
-# Advantage estimators that give every sample of a group the advantage 0 if all rewards of the group are equal.
+# Advantage estimators that give every sample of a group the advantage 0 if the group's samples, and for remax the
+# greedy sample, are all the same text.
 _ALIKE = ("grpo", "rloo", "opo", "gpg", "pass_at_k", "remax", "reinforce_plus_plus_baseline")
 
 
@@ -65,7 +66,7 @@ def _without_advantage(
 ) -> list[str]:
     """Lists the reasons why no sample can have an advantage.
 
-    A KL to the reference makes no difference, because the policy begins at the reference.
+    A KL to the reference does not count as a reason to learn: a policy that begins at the reference stays there.
     """
     if algo.distillation is not None or algo.observed_weight:
         return []

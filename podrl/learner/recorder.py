@@ -246,7 +246,7 @@ class Recorder:
             self._run.notify_saved(self._run.saved_step())
 
     def rescue(self) -> None:
-        """Saves the finished steps when the next batch could not be scored; a resumed run draws that batch again."""
+        """Saves the finished steps when the next batch could not be made; a resumed run makes this batch again."""
         if self._trained is None or self._run.checkpoints is None:
             return
         step, position = self._trained
@@ -396,7 +396,8 @@ class HostRecorder:
         Args:
           run: signals and the watchdog; writes nothing.
           schedule: steps at which the loop saves, evaluates and stops.
-          enter: function that asks the leader to let this host in, and returns the step at which this host begins.
+          enter: function that asks the leader to let this host in; returns `step`, at which this host begins, and
+            `evaluated`, the steps that are already evaluated.
           evaluate: scores the policy on this host's share of the held-out prompts; None disables evaluation.
           stopping: function that returns True once the run was asked to stop, in all processes of the job alike.
         """
@@ -441,7 +442,7 @@ class HostRecorder:
 
 
 def _in_table(name: str) -> bool:
-    """True for metrics that the live table shows beside the watched metrics: rewards by function, lengths, speed."""
+    """True for metrics that the live table shows beside the watched ones: rewards, lengths, entropy, time of a step."""
     of_rewards = name.startswith("reward/") and name not in ("reward/std", "reward/kl", "reward/kl_coef")
     of_rewards = of_rewards and not name.startswith("reward/zero/")
     return of_rewards or name in ("completion/length_mean", "completion/truncated", "actor/entropy", "time/step")

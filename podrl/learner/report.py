@@ -102,7 +102,7 @@ class SampleReport:
         return metrics
 
     def finished(self, values: dict[str, float]) -> dict[str, float]:
-        """Replaces the moments `sampler/moment_*` by measures, and the sum over tokens of each age by their mean."""
+        """Replaces `sampler/moment_*` by measures made from them, and turns metrics by age into means over the age."""
         if "sampler/moment_x" not in values:
             return values
         values |= derived(values)
@@ -160,7 +160,7 @@ def episode_metrics(rollouts: Rollouts) -> dict[str, float]:
     Metrics of each tool (tools/NAME/*) and of the environment itself (env/NAME) are included.
     """
     episodes = [episode for episode in rollouts.episodes if episode["turns"]]
-    if not episodes:  # a batch whose samples are all lost is reported, although none of them has a turn
+    if not episodes:  # no sample has a turn; samples that ran out of time are still reported
         lost = zip(rollouts.episodes, rollouts.stop_B, strict=True)
         episodes = [episode for episode, stop in lost if stop == STOP_DEADLINE]
     if not episodes:

@@ -43,7 +43,7 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
       old_logprob: source of the log-probabilities in the ratio's denominator. 'current': the policy itself, exact if a
         batch of fresh samples makes one update. 'trainer': a forward pass before the first update. 'sampler': the
         numbers that the engine reported. 'auto': 'sampler' for stale samples without a correction, 'trainer' for
-        several updates or a KL in the reward, else 'current'.
+        several updates, a KL in the reward or a teacher of sampled tokens, else 'current'.
       max_staleness: number of steps by which the sampling policy may be behind the trainer; 0 is strictly on-policy;
         from 2 on, weights change inside samples (docs/async.md).
       stale_bound: largest age, in steps, of a token that adds to the policy loss; older tokens still count in
@@ -162,7 +162,7 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
 
     @property
     def distillation(self) -> Distillation | None:
-        """Settings of the teacher, whose divergence from the policy enters the advantage or loss; None without it."""
+        """Settings of the teacher, whose divergence from the policy enters advantage or loss; None for no teacher."""
         return None
 
     @property
@@ -619,7 +619,8 @@ class PPOConfig(AlgorithmConfig, GAESettings):
       algo_variant: name of the algorithm in Tunix; only 'ppo' is allowed.
       value_loss_fn: 'ppo': squared error, clipped around the values before the update.
       beta: coefficient of the KL to the reference policy in the reward; 0 for none, and then no reference is kept.
-      clip_range_value: largest change of a value in one step, reward units; a large number clips nothing.
+      clip_range_value: distance of a value from its value before the step, reward units, beyond which the loss stops
+        pulling it further away; a large number clips nothing.
       kl_method: estimator of the KL in the reward; see podrl.algorithms.kl.
 
       critic_warmup: number of first steps of the run in which only the critic learns.

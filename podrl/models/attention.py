@@ -235,7 +235,7 @@ def _flash(q_BKHGT, k_BKSH, v_BKSH, where: Where, order: Order, sinks: Sinks, so
 
 
 def _key_blocks(index: Array, where: Where, size: int) -> tuple[Array, Array]:
-    """Computes the range [first, last) of key blocks visible to any query of block `index`."""
+    """Computes the range [first, last) of key blocks in which queries of block `index` may see a key."""
     _, window, *shared = where
     if shared:
         return jnp.zeros_like(index), index + 1

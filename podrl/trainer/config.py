@@ -49,11 +49,12 @@ class RLTrainingConfig(AdamSettings):
         evaluates before and after the run only.
       max_steps: number of updates of the run, which ends with the step that reaches this number. None is one pass over
         the data.
-      gradient_accumulation_steps: smallest number of micro-batches that an update is split into; None leaves the split
-        to the other keys.
-      checkpoint_root_directory: directory of checkpoints; None is a directory under the workdir.
-      max_seq_token_per_tpu: number of tokens that one device holds in a micro-batch. The device always holds at least
-        one row, or its part of one row if the mesh has the axis seq.
+      gradient_accumulation_steps: number of micro-batches that an update is split into at least. An update whose
+        sequences fill fewer has fewer, and the run warns. None leaves the split to the other keys.
+      checkpoint_root_directory: directory of checkpoints; None is a directory under the workdir. For a learner's
+        `train` without `run` it is the whole run directory, and None writes no files.
+      max_seq_token_per_tpu: largest number of tokens that one device holds in a micro-batch; at least the length of a
+        row, or of the device's part of a row if the mesh has the axis seq.
       actor_optimizer: any optax transformation; None is AdamW with the fields below.
       critic_optimizer: any optax transformation for the critic; None is AdamW with the fields below.
       mini_batch_size: number of prompts per update, each with all of its samples; None is all prompts of a step. The

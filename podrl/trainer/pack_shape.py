@@ -25,7 +25,7 @@ _SHARING_TOKENS = 480
 
 @dataclasses.dataclass(frozen=True)
 class PackShape:
-    """The shape of every packed batch of a run; it never changes, so programs are compiled once.
+    """The shape of packed batches; all batches of a program have one shape, so each program is compiled once.
 
     Attributes:
       micro_batches: largest number of micro-batches that a batch may need, A.

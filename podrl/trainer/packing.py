@@ -195,8 +195,8 @@ class Placement:
         """Packs the tokens of right-padded samples, with their segments and positions.
 
         Raises:
-          ValueError: samples that share tokens differ in them, or the number of rows is not the number of placed
-            samples.
+          ValueError: two sequences were placed with a shared prefix but have different tokens in it, or the number of
+            rows of `tokens_BT` is not the number of placed samples.
         """
         sequence_X, offset_X, flat_X = self._tokens
         tokens_X = self._checked(tokens_BT)[self._source]
