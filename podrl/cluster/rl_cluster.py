@@ -1,4 +1,4 @@
-"""RLCluster: the models of a job in their roles, on their meshes; its methods have the names of the library Tunix."""
+"""RLCluster: the models of a job in their roles, on their meshes; many methods have the names of the library Tunix."""
 
 import functools
 import os

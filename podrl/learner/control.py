@@ -70,11 +70,10 @@ class RewardKL(_Coefficient):
 
 
 class LossKL(_Coefficient):
-    """The adaptive coefficient of the KL in the loss.
+    """The coefficient of the KL in the loss, fixed or adaptive.
 
-    A step is trained with one coefficient. The next step's coefficient follows from the KL that this step's updates
-    measured. So the next coefficient is known on all trainer hosts, with the same value, before this step's checkpoint
-    is written.
+    A step is trained with one coefficient. An adaptive coefficient for the next step follows from the KL that this
+    step's updates measured, so all trainer hosts know the same value before this step's checkpoint is written.
     """
 
     def __init__(self, config: AlgorithmConfig):

@@ -110,8 +110,7 @@ class EvalConfig:
 
     Attributes:
       problems: number of held-out prompts used; 0 leaves out the evaluation on held-out prompts.
-      samples: number of sampled completions per prompt, for rewards, accuracies and pass@k; a configured job samples
-        them at temperature 1.
+      samples: number of completions per prompt at temperature 1, for the sampled rewards, accuracies and pass@k.
       show: number of samples written to samples.jsonl per evaluation and set.
       sets: further sets of records.
     """
@@ -155,7 +154,7 @@ class HeldOut:
 
 
 def stop_texts(cluster: RLCluster) -> tuple[str, ...]:
-    """Returns the stop strings of training samples that are text; those that are special tokens end every sample."""
+    """Returns training's stop strings that are text; stop strings that are special tokens end every sample anyway."""
     strings = cluster.config.rollout().stop_strings
     return Dialogue(cluster.tokenizer).stops(strings)[0] if strings else ()
 

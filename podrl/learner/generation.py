@@ -59,7 +59,7 @@ _OF_TOKENS = ("mask_BT", "turn_reward_BT")  # arrays set to 0 for samples of the
 
 
 class Generator:
-    """Turns prompts into experience on the hosts of the rollout mesh; one thread runs all programs on this mesh."""
+    """Turns prompts into experience on the hosts of the rollout mesh; one thread launches all of its programs."""
 
     def __init__(
         self,
@@ -418,6 +418,8 @@ class Generator:
     ) -> None:
         """Passes an ended sample to the reward functions; with an environment, also its turns and the model's own text.
 
+        A failed sample is left out: no function scores it.
+
         Args:
           batch: the batch that the reward functions score.
           b: number of the sample in the batch.
@@ -471,7 +473,7 @@ class Generator:
         return of_the_others(np.concatenate(rows), rollouts.stop_B, apart(rollouts.group_B, beside))
 
     def _sees_signals(self) -> bool:
-        """True if all rewards of a group can be known while other groups are still sampled."""
+        """True if groups are replaced here, and all rewards of a group can be known while others are still sampled."""
         if not self._refills or self._cluster.reward_model or self._cluster.env_client:
             return False
         return able(self._cluster.config.rollout_engine, "windows")

@@ -59,7 +59,8 @@ class GRPO:
           samples: number of samples of a step.
           log: function that prints a warning about settings that are probably a mistake.
           pieces: True if a sample may have several pieces, each a token sequence with a context of its own.
-          teacher: settings of a teacher whose divergence from the policy is a part of the loss; None for none.
+          teacher: settings of the teacher, whose divergence is a part of the loss unless `teacher.sampled`; None for no
+            teacher.
         """
         self.cluster, self._config, self._samples = cluster, config, samples
         self.mini_batches = MiniBatches(cluster, config, samples)

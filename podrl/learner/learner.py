@@ -174,7 +174,7 @@ def learn_answers(
     """Trains on answers from data until `training_config.max_steps`; returns the step reached.
 
     Args:
-      algorithm: SFT, DPO, ORPO, KTO or RewardModelling.
+      algorithm: class of the algorithm: SFT, DPO, ORPO, KTO or RewardModelling.
       settings: settings of the algorithm.
       shape: shape of a packed batch.
       cluster: the models.

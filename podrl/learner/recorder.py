@@ -1,4 +1,4 @@
-"""Keeps a run's files: metrics one step late, checkpoints, evaluations; shows progress and watches for stop signals."""
+"""Keeps a run's files (metrics one step late, checkpoints, evaluations), shows progress, and tells when to stop."""
 
 import contextlib
 import functools
@@ -126,7 +126,8 @@ class Recorder:
           report: the algorithm's description of a step.
           controllers: the algorithm's adaptive state.
           evaluate: scores the policy on held-out prompts; None disables evaluation.
-          beside: evaluation hosts, which make all evaluations but the last; None if training stops for evaluations.
+          beside: runs evaluations on evaluation hosts while training goes on; training waits for an evaluation before the
+            next evaluation or checkpoint, and at the end. None if training stops for evaluations.
           stopping: function that returns True once the run was asked to stop; all processes get the same answer.
           curriculum: the data's curriculum; None without one.
         """

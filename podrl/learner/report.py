@@ -138,7 +138,7 @@ class SampleReport:
         self._gate.check(step, values)
 
     def _of_the_user(self, experience: Experience) -> dict[str, float]:
-        """Computes the user's metric functions on a batch."""
+        """Computes the user's metric functions on the samples of a batch whose rewards count."""
         if not self._metric_fns:
             return {}
         batch_prompts, counted = experience.rollouts.prompts, np.flatnonzero(experience.rewarded()).tolist()

@@ -94,7 +94,7 @@ class LocalRollouts:
         return policy
 
     def move(self, step: int, *, in_place: bool) -> Policy:
-        # Runs on the rollout thread, after the work that waits there: only one thread may launch programs on this mesh.
+        # Runs on the rollout thread, after the work that waits there, so that one thread at a time launches programs.
         with self._run.watchdog.stage("publish"):
             return self._thread.submit(self._cluster.sync_weights, step, in_place=in_place).result()
 

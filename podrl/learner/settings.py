@@ -43,7 +43,7 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
       old_logprob: source of the log-probabilities in the ratio's denominator. 'current': the policy itself, exact if a
         batch of fresh samples makes one update. 'trainer': a forward pass before the first update. 'sampler': the
         numbers that the engine reported. 'auto': 'sampler' for stale samples without a correction, 'trainer' for
-        several updates, a KL in the reward or a teacher of sampled tokens, else 'current'.
+        several updates, a KL in the reward, or a teacher with teacher_kl='sampled', else 'current'.
       max_staleness: number of steps by which the sampling policy may be behind the trainer; 0 is strictly on-policy;
         from 2 on, weights change inside samples (docs/async.md).
       stale_bound: largest age, in steps, of a token that adds to the policy loss; older tokens still count in
@@ -406,9 +406,9 @@ class GRPOConfig(AlgorithmConfig, KLLossSettings, GroupSettings):
       kl_reward_mode: estimator of the KL in the reward. No gradient is taken of rewards, so k1 is the plain choice: its
         value is unbiased.
       teacher_coef: weight of KL(policy || teacher) per sampled token, for on-policy distillation; 0 for none.
-      teacher: model that teaches. 'reference': model.reference. Otherwise the policy teaches itself after a prompt with
-        a hint (data.hint), with its weights before the first step ('initial'), its present weights ('current') or their
-        moving average ('ema').
+      teacher: model that teaches. 'reference': model.reference or model.teachers. Otherwise the policy teaches itself
+        after a prompt with a hint (data.hint), with its weights before the first step ('initial'), its present weights
+        ('current') or their moving average ('ema').
       teacher_rate: share of the distance to the policy by which the 'ema' teacher moves after every step.
       teacher_hint_tokens: number of tokens that a hint may add to rollout.max_prompt_length; prompts with a longer hint
         are left out, or are an error, as data.long_prompts says.

@@ -154,7 +154,7 @@ class HostRollouts:
             # thread has to make these groups again, and without them the trainers cannot compute the new weights.
             self._cluster.weights.await_version(step)
         self._player.end_window()
-        # Runs on the rollout thread, after the work that waits there: only one thread may launch programs on this mesh.
+        # Runs on the rollout thread, after the work that waits there, so that one thread at a time launches programs.
         with self._run.watchdog.stage("publish"):
             return self._thread.submit(self._move, step, in_place).result()
 
