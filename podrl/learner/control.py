@@ -1,4 +1,4 @@
-"""Controls between steps: the adaptive coefficient of the KL to the reference, and the gate on sampler mismatch."""
+"""Coefficients of the KL to the reference, which may adapt after each step, and the gate on sampler mismatch."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

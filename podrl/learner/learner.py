@@ -64,7 +64,7 @@ class TrainingParts:
 
     Attributes:
       algorithm: turns batches into updates.
-      report: describes a step: metrics, samples, warnings.
+      report: describes a step by metrics and records of samples, and checks the metrics.
       needed: function (step, batch) -> the samples that this process's devices train on; None if this process has all
         rollouts, so that it fetches none from other hosts.
       evaluate: function that scores the trained model on held-out data without generating samples; all trainer hosts
@@ -277,7 +277,7 @@ class SampleLearner(SavedByRun):
             record, whose fields the reward functions receive by name; or a list of batches,
             `{'prompts': [...], 'field': [...]}`, with one step per batch.
           eval_ds: list of held-out prompts, or of batches of them, as in `train_ds`. Their rewards are measured every
-            `training_config.eval_every_n_steps` steps, with greedy and with sampled completions.
+            `training_config.eval_every_n_steps` updates, with greedy and with sampled completions.
           prompts_per_step: P, the number of prompts of a step, if `train_ds` is a list; by default the size of its
             batches, or 8. A stream has its own number: it yields P times `config.prompt_batches` prompts at a time.
           evaluator: function (policy, step) -> (metrics, samples to show) that scores the policy; excludes `eval_ds`.
@@ -285,8 +285,8 @@ class SampleLearner(SavedByRun):
             `rewards=learner.rewards_of`.
           run: files, checkpoints and signals. By default `train` makes a run in
             training_config.checkpoint_root_directory, or a run without files if the directory is None. A run that
-            `train` makes in a directory ends with summary.json, report.html and a table of the first and last
-            evaluation.
+            `train` makes in a directory ends, after its last step, with summary.json, report.html and a table of the
+            first and last evaluation.
           save_every: number of steps between checkpoints; overrides `checkpoint.every`.
           checkpoint: settings of the checkpoints, a CheckpointConfig or a dict of its fields; excludes `run`.
 

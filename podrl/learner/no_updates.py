@@ -17,7 +17,7 @@ _ALIKE = ("grpo", "rloo", "opo", "gpg", "pass_at_k", "remax", "reinforce_plus_pl
 
 
 def no_update_reasons(training: RLTrainingConfig) -> list[str]:
-    """Lists the reasons why no update changes the model, one sentence for each setting; empty if updates change it."""
+    """Lists the reasons why no update can change the model, one sentence for each setting; empty if there is none."""
     if training.actor_optimizer is None and _zero(training.learning_rate):
         return [
             f"trainer.learning_rate={training.learning_rate:g} is 0 in float32 in every update, so this run does not "

@@ -64,7 +64,7 @@ class ResumableStream(Protocol):
 
 
 class StepReport(Protocol):
-    """An algorithm's description of a step: metrics, samples, warnings."""
+    """An algorithm's description of a step: metrics, records of samples, and a check of the metrics."""
 
     def describe(self, experience: Any) -> dict[str, float]:
         """Computes host metrics of a batch, without waiting for the device."""
@@ -126,8 +126,8 @@ class Recorder:
           report: the algorithm's description of a step.
           controllers: the algorithm's adaptive state.
           evaluate: scores the policy on held-out prompts; None disables evaluation.
-          beside: runs evaluations on evaluation hosts while training goes on; training waits for an evaluation before the
-            next evaluation or checkpoint, and at the end. None if training stops for evaluations.
+          beside: runs evaluations on evaluation hosts while training goes on; training waits for an evaluation before
+            the next evaluation or checkpoint, and at the end. None if training stops for evaluations.
           stopping: function that returns True once the run was asked to stop; all processes get the same answer.
           curriculum: the data's curriculum; None without one.
         """

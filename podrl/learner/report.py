@@ -1,4 +1,4 @@
-"""Reports a step of reinforcement learning: metrics of the samples, records of them, warnings."""
+"""Reports a step of reinforcement learning: metrics, records of samples, and the check on sampler mismatch."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
