@@ -1,11 +1,10 @@
 """Corrections for a sampler that differs from the trainer's policy: importance weights and rejection masks.
 
 The rollout engine samples with other kernels, another precision and, if samples may be stale, older weights than the
-trainer's, so the two have different probabilities for a token. Their quotient is
-w = exp(old_logprob - sampler_logprob), trainer over sampler; a weight
-computed from w corrects the loss for the difference. w compares the *old* policy, never the current, with the sampler:
-the policy ratio r is already current over old, so r w is current over sampler. If the sampler's log-probabilities are
-used as the old ones, w is 1 everywhere, so nothing is corrected twice.
+trainer's, so the two have different probabilities for a token. Their quotient is w = exp(old_logprob -
+sampler_logprob), trainer over sampler; a weight computed from w corrects the loss for the difference. w compares the
+*old* policy, from which the policy ratio r starts, with the sampler: r is current over old, so r w is current over
+sampler. If the sampler's log-probabilities are used as the old ones, w is 1 everywhere, so nothing is corrected twice.
 """
 
 import jax

@@ -179,11 +179,11 @@ class Actor:
           loss: loss of a batch's tokens.
           weigh: function that computes the weight of each token in an update, for the program of `token_weights`; None
             builds no such program.
-          teacher: settings of a teacher if the loss includes the exact divergence from the teacher; the rows of a batch
-            are then TaughtRows or TopKRows. None if the loss has no such part.
+          teacher: settings of the teacher; if its KL is a term of the loss (not `teacher.sampled`), the rows of a batch
+            are TaughtRows or TopKRows. None for no teacher.
 
         Raises:
-          ValueError: the teacher lacks token ids of the policy, or has fewer ids than `teacher.top_k`.
+          ValueError: the teacher lacks token ids of the policy, or the policy has fewer ids than `teacher.top_k`.
         """
         forward = Forward(config=self.model, temperature=self._temperature, mesh=self.mesh, dtype=self.training.dtype)
         how = teacher_parts(teacher, forward, self.reference_model) if teacher is not None else TeacherParts({})

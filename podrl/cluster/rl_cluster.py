@@ -248,7 +248,8 @@ class RLCluster(SavedByRun):
             too. The previous policy becomes invalid, even if this call fails.
 
         Returns:
-          The policy on the rollout mesh. Its checksums have been compared with the trainer's.
+          The policy on the rollout mesh; its checksums have been compared with the trainer's. A process without devices
+          of the rollout mesh gets a policy without weights.
         """
         return self.weights.move(int(self.state.step) if version is None else version, in_place=in_place)
 

@@ -81,7 +81,8 @@ class DistilledGRPO(GRPO):
         """Computes the packed shape of a mini-batch for a teacher on a mesh; prompts may also hold a hint.
 
         Raises:
-          ValueError: a sample with a hint is longer than the policy's positions or than a packed row.
+          ValueError: a prompt with a hint leaves no position for an answer, or a sample with a hint is longer than a
+            packed row.
         """
         more, config = self._hint_tokens, self.cluster.config
         if not self.cluster.teachers:

@@ -1,4 +1,4 @@
-"""Scores a policy on held-out records, greedy and sampled: the run's own rewards, and accuracies."""
+"""Scores a policy on held-out records by the run's rewards and by accuracies, with greedy and sampled completions."""
 
 import dataclasses
 import math

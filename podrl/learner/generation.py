@@ -479,7 +479,7 @@ class Generator:
         return able(self._cluster.config.rollout_engine, "windows")
 
     def _sample_refilling(self, prompts: Prompts, policy: Policy, step: int) -> tuple[Rollouts, np.ndarray, float]:
-        """Samples a batch, and adds further prompts as soon as groups turn out to have no signal."""
+        """Samples a batch, and adds further prompts before its end if groups turn out to have no signal."""
         started = time.perf_counter()
         count = wanted = len(self._first_prompts(prompts).length_P)
         in_flight = [self._open_group(prompts, self._first_prompts(prompts), step)]

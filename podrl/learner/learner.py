@@ -275,7 +275,7 @@ class SampleLearner(SavedByRun):
         Args:
           train_ds: the training data, in one of three forms: a stream of prompts; a list of prompts, each a text or a
             record, whose fields the reward functions receive by name; or a list of batches,
-            `{'prompts': [...], 'field': [...]}`, with one step per batch.
+            `{'prompts': [...], 'field': [...]}`; a step takes `config.prompt_batches` of them, usually one.
           eval_ds: list of held-out prompts, or of batches of them, as in `train_ds`. Their rewards are measured every
             `training_config.eval_every_n_steps` updates, with greedy and with sampled completions.
           prompts_per_step: P, the number of prompts of a step, if `train_ds` is a list; by default the size of its

@@ -58,7 +58,8 @@ class RolloutSource(Protocol):
 
         The weights are verified on arrival. They overwrite the weights published before, so the move waits until
         sampling pauses. If several versions may draw a sample, sampling pauses when the window of the old version ends
-        (podrl/rollout/clock.py). Otherwise it pauses when all batches in flight are made.
+        (podrl/rollout/clock.py). Otherwise it pauses when all batches in flight are made. With `topology=split` a
+        trainer only offers the version and does not wait; the rollout hosts pull it.
         """
         ...
 
@@ -128,7 +129,7 @@ class Schedule:
     """The steps at which the loop stops, saves and evaluates, and the staleness it allows.
 
     Attributes:
-      max_steps: the last step (`RLTrainingConfig.steps`).
+      max_steps: number of steps of the run (`RLTrainingConfig.steps`).
       max_staleness: number of versions a batch's policy may be behind the trainer; 0 is strictly on-policy.
       save_every: number of steps between checkpoints; 0 saves only at the end and on preemption.
       eval_every: number of updates between evaluations; 0 evaluates only before and after training.

@@ -37,7 +37,7 @@ def no_update_reasons_on_samples(
 ) -> list[str]:
     """Lists the reasons why a run on samples cannot change the policy or the critic, one sentence for each setting.
 
-    Some such settings make no sense even for a diagnosis. Their own classes refuse them: groups of one sample if its
+    The list leaves out settings that nobody can want and that their own classes refuse: groups of one sample if the
     advantage is then always 0, a run of no steps, adapters that match no parameter.
 
     Args:

@@ -109,7 +109,7 @@ class SampleReport:
         return {name: value for name, value in divided(values).items() if not name.startswith("sampler/moment_")}
 
     def samples(self, experience: Experience) -> Sequence[LogRecord]:
-        """Makes a record of the first sample of every prompt, if it has valid rewards: text, rewards, group, answer."""
+        """Makes a record of each prompt's first sample, if the sample's rewards count: text, rewards, group, answer."""
         rollouts, rewarded_B, named_P = experience.rollouts, experience.rewarded(), self._groups_of(experience.rollouts)
         truth_P = rollouts.prompts.fields.get("answer", [None] * len(named_P))
         return [

@@ -109,8 +109,8 @@ def _over_mesh(
 ) -> Array:
     """Runs a form of attention on every device's rows and heads.
 
-    `blockwise` replaces `run` if rows are cut along time and the number of parts does not divide the query heads: each
-    device then has the queries of some blocks only (`podrl.models.time_cut`).
+    `blockwise` replaces `run` if rows are cut along time and the number of query heads is not a multiple of the number
+    of parts: each device then has the queries of some blocks only (`podrl.models.time_cut`).
     """
     tensor = mesh.shape["tensor"]
     N, K = q_BTNH.shape[2], k_BTKH.shape[2]

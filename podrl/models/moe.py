@@ -401,7 +401,7 @@ def feed_forward(
 
 
 def spread_over(experts: Experts, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
-    """Lists the mesh axes over which the experts of a layer are cut; none if the number of experts does not divide."""
+    """Lists the mesh axes over which a layer's experts are cut; none if they do not split into equal parts."""
     return rules.axes_over("expert", mesh) if experts.count % mesh.shape.get("expert", 1) == 0 else ()
 
 

@@ -107,7 +107,7 @@ def pack_shape(
     pieces: bool = False,
     by_sample: bool = False,
 ) -> PackShape:
-    """Chooses the shape of all packed batches of a run from the trainer's settings and the mesh.
+    """Chooses the shape of packed batches from the trainer's settings and the mesh.
 
     Args:
       training: settings that may fix the sizes of rows and micro-batches.

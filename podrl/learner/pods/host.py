@@ -27,7 +27,7 @@ from podrl.runtime.watchdog import EXIT_PREEMPTED
 from podrl.types import BatchError, Experience, Policy
 
 _LAST_WORDS_S = 300.0
-_VERDICT_S = 30 * 86400.0  # in effect no limit: trainers may wait for a long evaluation; a lost trainer is noticed
+_VERDICT_S = 30 * 86400.0  # in effect no limit: an evaluation may be long; a lost trainer is noticed by other means
 _log = logging.getLogger("podrl.hosting")
 
 
