@@ -315,7 +315,7 @@ def content(
     """Splits a checkpoint's content into (data stream's state, controllers' state, batches in flight).
 
     Raises:
-      KeyError, TypeError, AttributeError, ValueError: `host` is not what a recorder saved.
+      KeyError, TypeError, AttributeError, ValueError: `host` does not have the form in which a recorder saves it.
     """
     return host["data_state"].encode(), dict(host["controllers"]), load(host["pending"], arrays, pad_id)
 

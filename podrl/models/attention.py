@@ -141,7 +141,7 @@ def dense(
 ) -> Float[Array, "B T N H"]:
     """Computes attention by its definition, with all scores at once: the reference for the other forms.
 
-    Arguments and result are those of `attention`.
+    Arguments and result are as in `attention`.
     """
     B, T, N, H = q_BTNH.shape
     K = k_BTKH.shape[2]

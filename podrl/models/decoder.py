@@ -309,7 +309,7 @@ def per_layer_embeddings(
     """Computes each layer's vector for each token: (row of the table + projection of the embedding) / sqrt(2).
 
     Args:
-      params: parameters of the model; only those outside the layers are read.
+      params: parameters of the model; only parameters outside the layers are read.
       tokens_BT: token ids.
       x_BTD: embeddings of the tokens, as `embed` returns them.
       config: the model; without per-layer embeddings the result is ().

@@ -409,7 +409,7 @@ def check_mesh(config: ModelConfig, mesh: Mesh | str, *, key: str) -> None:
     """Checks that a mesh, or a mesh string, cuts experts only if the model has them, and into equal parts.
 
     Raises:
-      ValueError: axis "expert" is not 1, and the model is dense or its number of experts does not divide by it.
+      ValueError: axis "expert" is not 1, and the model is dense or its number of experts is not a multiple of the axis.
     """
     if isinstance(mesh, str):
         size, shown = build.parse_mesh(mesh, key=key)[build.AXES.index(build.EXPERT)], mesh

@@ -49,8 +49,8 @@ class RLTrainingConfig(AdamSettings):
         evaluates before and after the run only.
       max_steps: number of updates of the run, which ends with the step that reaches this number. None is one pass over
         the data.
-      gradient_accumulation_steps: number of micro-batches that an update is split into at least. An update whose
-        sequences fill fewer has fewer, and the run warns. None leaves the split to the other keys.
+      gradient_accumulation_steps: smallest number of micro-batches that an update is split into if its sequences have
+        the greatest length; the run warns if even such an update has fewer. None leaves the split to the other keys.
       checkpoint_root_directory: directory of checkpoints; None is a directory under the workdir. For a learner's
         `train` without `run` it is the whole run directory, and None writes no files.
       max_seq_token_per_tpu: largest number of tokens that one device holds in a micro-batch; at least the length of a
