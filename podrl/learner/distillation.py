@@ -2,8 +2,8 @@
 
 The teachers are the cluster's reference or its `teachers`, of any architecture, or the policy itself after a prompt
 with a hint. Either a teacher gives every sampled token an advantage (teacher_kl='sampled'), or the divergence from its
-distribution, over the whole vocabulary or over the policy's likeliest ids, is added to the loss. Code calls the
-divergence in the loss "exact", because it does not depend on the id that was sampled.
+distribution, over the whole vocabulary or over the policy's likeliest ids, is added to the loss. In this file such a
+divergence in the loss is called exact, because it does not depend on the id that was sampled.
 """
 
 import dataclasses

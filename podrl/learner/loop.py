@@ -59,7 +59,7 @@ class RolloutSource(Protocol):
         The weights are verified on arrival. They overwrite the weights published before, so the move waits until
         sampling pauses. If several versions may draw a sample, sampling pauses when the window of the old version ends
         (podrl/rollout/clock.py). Otherwise it pauses when all batches in flight are made. With `topology=split` a
-        trainer only offers the version and does not wait; the rollout hosts pull it.
+        trainer only offers the version and does not wait for sampling; the rollout hosts pull it.
         """
         ...
 

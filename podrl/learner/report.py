@@ -102,7 +102,7 @@ class SampleReport:
         return metrics
 
     def finished(self, values: dict[str, float]) -> dict[str, float]:
-        """Replaces `sampler/moment_*` by measures made from them, and turns metrics by age into means over the age."""
+        """Replaces `sampler/moment_*` by measures made from them; makes metrics by age means over the age's tokens."""
         if "sampler/moment_x" not in values:
             return values
         values |= derived(values)

@@ -72,7 +72,7 @@ class RLTrainingConfig(AdamSettings):
         devices) for each part along time.
       share_prompts: True if samples of a prompt that lie in one row share the prompt's tokens; None is True. The
         gradient is the same, except that dropout in adapters drops the same inputs of a shared token for all samples.
-      param_dtype: storage type of trainable parameters. With bfloat16, AdamW below keeps a float32 master copy.
+      param_dtype: storage type of trainable parameters. With bfloat16, podrl's AdamW keeps a float32 master copy.
       dtype: compute dtype; softmax, norms and log-probabilities are float32 in any case.
       remat: values that the backward pass recomputes: 'none', 'dots' (all but projections and attention; the
         fastest on CPU too), 'full' (whole layers) or 'offload' (as 'dots', but the kept values wait in the host's
@@ -87,7 +87,7 @@ class RLTrainingConfig(AdamSettings):
       critic_learning_rate: peak learning rate of the critic.
       balance_coef: coefficient of the balance loss of the policy's experts (E x sum of f_e P_e, mean over tokens and
         layers). The gradient of the balance loss is added to the gradient of the loss; 0 adds nothing. For a model
-          without experts it must be 0.
+        without experts it must be 0.
     """
 
     eval_every_n_steps: Natural = dataclasses.field(
