@@ -64,7 +64,7 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
         is adapted to reach it; None keeps the coefficient fixed.
       kl_horizon: number of samples over which the coefficient changes by at most a fifth.
       mismatch_bound: mean |trainer's log-probability - sampler's log-probability| per token, nats, above which a step
-        warns.
+        warns and counts for mismatch_patience. With max_staleness=0 a step warns from 0.05 on at the latest.
       mismatch_patience: number of steps in a row above the bound after which the run stops; 0 only warns.
     """
 
