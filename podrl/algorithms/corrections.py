@@ -1,10 +1,10 @@
 """Corrections for a sampler that differs from the trainer's policy: importance weights and rejection masks.
 
-The rollout engine samples with other kernels and other precision than the trainer, so the two compute different
-probabilities for a token. Their quotient is w = exp(old_logprob - sampler_logprob), trainer over sampler; a weight
-computed from w corrects the loss for the difference. w compares the *old* policy, never the current, with the sampler:
-the policy ratio r is already current over old, so r w is current over sampler. If the sampler's log-probabilities are
-used as the old ones, w is 1 everywhere, so nothing is corrected twice.
+The rollout engine samples with other kernels, another precision and, if samples may be stale, older weights than the
+trainer's, so the two have different probabilities for a token. Their quotient is w = exp(old_logprob -
+sampler_logprob), trainer over sampler; a weight computed from w corrects the loss for the difference. w compares the
+*old* policy, from which the policy ratio r starts, with the sampler: r is current over old, so r w is current over
+sampler. If the sampler's log-probabilities are used as the old ones, w is 1 everywhere, so nothing is corrected twice.
 """
 
 import jax
@@ -40,7 +40,7 @@ def log_weight(
     """Computes the log of the importance weight w, in nats, without gradient; 0 on masked tokens whatever they hold.
 
     Args:
-      old_logprob_BT: trainer's log-probabilities under the weights that sampled, nats.
+      old_logprob_BT: trainer's log-probabilities under the policy that the ratio starts from, nats.
       sampler_logprob_BT: the rollout engine's log-probabilities of the same tokens, nats.
       mask_BT: 1 on loss tokens.
     """
@@ -66,7 +66,7 @@ def importance_weight(
     speed kills stability").
 
     Args:
-      old_logprob_BT: trainer's log-probabilities under the weights that sampled, nats.
+      old_logprob_BT: trainer's log-probabilities under the policy that the ratio starts from, nats.
       sampler_logprob_BT: the rollout engine's log-probabilities of the same tokens, nats.
       mask_BT: 1 on loss tokens.
       length_BT: number of loss tokens in this token's sequence, 1 on padding.

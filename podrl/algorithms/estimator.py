@@ -181,9 +181,9 @@ class AdvantageEstimator:
         """Computes every sampled token's advantage; numpy or jax arrays, one sequence per row, not packed.
 
         Args:
-          reward_BT: token rewards: the outcome reward on the last sampled token (`gae.outcome_reward`), minus the KL
-            penalty if the KL is in the reward (`kl.penalized_reward`). A sample without a sampled token counts in its
-            group, too.
+          reward_BT: token rewards: the outcome reward on the last sampled token (`gae.outcome_reward`), rewards of
+            turns on tokens of the turns, less the KL penalty if the KL is in the reward (`kl.penalized_reward`). A
+            sample without a sampled token counts in its group, too.
           greedy_reward_B: reward of the greedy completion of each sample's prompt; zeros unless `needs_greedy`.
           mask_BT: 1 on tokens the policy sampled. Filters that drop samples from the loss must come after this call,
             because the rewards of dropped samples still count in their groups.

@@ -112,7 +112,7 @@ def penalized_reward(
 
     Args:
       reward_BT: token rewards; an outcome reward lies on the last sampled token.
-      kl_BT: KL of each token from `sampled_kl`, nats. k1 is the unbiased choice, because no gradient is taken here.
+      kl_BT: KL of each token from `sampled_kl`, nats; only its value matters here, and k1 and k3 have unbiased values.
       mask_BT: 1 on sampled tokens.
       coef: coefficient of the KL, reward units per nat.
 

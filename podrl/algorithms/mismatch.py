@@ -33,7 +33,7 @@ def mismatch(
       sampler/moment_*    moments of the two probabilities: pass the means to `pearson`
 
     Args:
-      logprob_BT: trainer's log-probabilities under the weights that sampled, nats.
+      logprob_BT: trainer's log-probabilities under the weights that are compared with the sampler, nats.
       sampler_logprob_BT: the rollout engine's log-probabilities of the same tokens, nats.
       mask_BT: 1 on loss tokens.
     """

@@ -41,7 +41,7 @@ KINDS = {
     "reinforce": "-A logprob",
 }
 ALIASES = {"grpo": "clip", "ppo": "clip", "gspo-token": "gspo_token", "gpg": "reinforce", "geo_mean": "gmpo"}
-PENALISED = ("kl_cov", "dppo", "ipo", "dro")  # kinds whose loss is not 0 on a token whose advantage is 0
+PENALISED = ("kl_cov", "dppo", "ipo", "dro")  # kinds whose loss may differ from 0 on a token whose advantage is 0
 RANKED = ("clip_cov", "kl_cov")  # kinds that rank the tokens of one micro-batch against each other
 SAMPLE_RATIOS = ("gspo", "gspo_token", "gmpo")  # kinds with one ratio per sample
 AGGREGATION_FORMULAS = {
@@ -128,7 +128,8 @@ class LossSettings:
       loss_agg_scale: fixed length of the two scale modes, tokens; None takes rollout.max_tokens_to_generate of the run.
       length_eps: number added to sequence lengths; 1e-8 is verl's arithmetic.
       sampler_correction: none, tis, sequence_tis, sequence_mask, icepop, kpop or geometric_mask
-        (`podrl.algorithms.corrections`); auto is tis if samples may be older than the trained weights, else none.
+        (`podrl.algorithms.corrections`); auto is tis if samples may be older than the trained weights and
+        old_logprob is not 'sampler', else none.
       correction_low: lower bound of the sampler correction; None for its usual value.
       correction_high: upper bound of the sampler correction; None for its usual value.
     """
@@ -269,8 +270,8 @@ class KLLossSettings(LossSettings):
     """Settings of a policy loss that includes the KL to the reference.
 
     Attributes:
-      beta: coefficient of the KL to the reference policy in the loss, loss per nat; 0 for no KL (no reference is kept
-        then).
+      beta: coefficient of the KL to the reference policy in the loss, loss per nat; 0 for no KL, for which the loss
+        needs no reference.
       kl_loss_mode: estimator of the KL in the loss (`podrl.algorithms.kl`). Tunix's default, 'kl', has no gradient on
         average, so it does not hold the policy near the reference: docs/algorithms.md.
     """
@@ -520,8 +521,8 @@ class PolicyLoss:
         """Computes the weight of each token's log-probability in the policy gradient, and marks clipped tokens.
 
         The weight is minus the derivative of the sum of policy-gradient losses with respect to the token's
-        log-probability. At a ratio of 1 the weight is the advantage, unless the sampler correction or another factor
-        on the token's loss changes it. Where the clip took the gradient away, the weight is 0. KL, entropy and
+        log-probability. At a ratio of 1 the weight of most surrogates is the advantage, times the sampler correction
+        and other factors on the token's loss. Where the clip took the gradient away, the weight is 0. KL, entropy and
         aggregation (division by lengths and numbers of tokens) are left out.
 
         Args:

@@ -21,7 +21,8 @@ class Preset:
       about: description, one line.
       source: paper or program that the preset follows.
       advantage: fields of `GroupSettings`, or of `GAESettings` for gae.
-      loss: fields of `KLLossSettings`. If the mode needs `loss_agg_scale`, the run sets it to its completion limit.
+      loss: fields of `KLLossSettings`. If the mode needs `loss_agg_scale` and the preset has none, the run sets it to
+        its completion limit.
       dialect: framework whose names of aggregation modes come first (`podrl.algorithms.aggregate.DIALECTS`); '' for no
         framework.
       learner: settings of the training loop: the KL in the reward (`kl_in_reward` and `kl_reward_mode`; `beta` and

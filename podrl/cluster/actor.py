@@ -40,7 +40,7 @@ _NO_REFERENCE = "There is no reference policy: call RLCluster.keep_reference() b
 
 
 class Actor:
-    """The trained policy on its mesh. Under LoRA its frozen base also serves as the reference policy, without a copy.
+    """The trained policy on its mesh. Under LoRA its frozen base is also the reference, unless another model is named.
 
     Attributes:
       model: configuration of the model.
@@ -49,7 +49,7 @@ class Actor:
       loaded: True if this process has devices of the mesh; if not, `state` and `frozen` are shapes only.
       optimizer: optimizer of the trainable parameters.
       state: trainable parameters, optimizer state and step.
-      frozen: parameters that are not trained (empty without LoRA).
+      frozen: parameters that are not trained: the base under LoRA, otherwise few or none.
       reference: parameters of the reference policy, perhaps in the host's memory (`trainer.offload`); None before
         `keep_reference`.
       reference_model: configuration of the reference policy; before `keep_reference`, the actor's configuration.
@@ -179,11 +179,11 @@ class Actor:
           loss: loss of a batch's tokens.
           weigh: function that computes the weight of each token in an update, for the program of `token_weights`; None
             builds no such program.
-          teacher: settings of a teacher if the loss includes the exact divergence from the teacher; the rows of a batch
-            are then TaughtRows or TopKRows. None if the loss has no such part.
+          teacher: settings of the teacher; if its KL is a term of the loss (not `teacher.sampled`), the rows of a batch
+            are TaughtRows or TopKRows. None for no teacher.
 
         Raises:
-          ValueError: the teacher lacks token ids of the policy, or has fewer ids than `teacher.top_k`.
+          ValueError: the teacher lacks token ids of the policy, or the policy has fewer ids than `teacher.top_k`.
         """
         forward = Forward(config=self.model, temperature=self._temperature, mesh=self.mesh, dtype=self.training.dtype)
         how = teacher_parts(teacher, forward, self.reference_model) if teacher is not None else TeacherParts({})

@@ -56,8 +56,9 @@ class ClusterConfig:
         the rollout's mesh.
       training_config: steps, optimizer, batch sizes.
       rollout_config: sampling and engine settings; a mapping gives settings for each Mode, training and evaluation. One
-        engine samples for both modes, so their settings may differ only in temperature, top_p, top_k, min_p and
-        max_tokens_to_generate. `learner.train(eval_ds=...)` then evaluates with the settings for evaluation.
+        engine samples for both modes, so their settings may differ only in temperature, top_p, top_k, min_p,
+        max_tokens_to_generate and return_logprobs. `learner.train(eval_ds=...)` then evaluates with the settings for
+        evaluation.
       rollout_engine: the decoding engine: a name in podrl.cluster.engines.ENGINES ('vanilla' and 'podrl' are names of
         podrl's engine), or a class with the methods of podrl.rollout.interface.RolloutEngine. It is not used if
         `rollout_config.engine` names an engine of the user.

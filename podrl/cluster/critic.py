@@ -27,7 +27,7 @@ class Critic:
       mesh: mesh that the model lives on.
       state: trainable parameters, optimizer state and step.
       frozen: parameters that are not trained (under LoRA the trunk's base, shared with the actor if the critic started
-        from the actor).
+        from the actor on the actor's mesh).
     """
 
     def __init__(

@@ -13,7 +13,7 @@ from podrl.transfer.pull.handshake import JsonObject, Reply
 from podrl.transfer.pull.serve import PullServer, ServedTree
 from podrl.types import Policy, PyTree
 
-_LANES = 4
+_LANES = 4  # number of connections over which requests take turns
 
 
 class WeightPublisher(Protocol):

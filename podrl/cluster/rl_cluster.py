@@ -1,4 +1,4 @@
-"""RLCluster: the models of a job in their roles, on their meshes; its methods have the names of the library Tunix."""
+"""RLCluster: the models of a job in their roles, on their meshes; many methods have the names of the library Tunix."""
 
 import functools
 import os
@@ -236,7 +236,10 @@ class RLCluster(SavedByRun):
         self.actor.keep_reference(self._reference_source, self.tokenizer.vocab_size)
 
     def sync_weights(self, version: int | None = None, *, in_place: bool = False) -> Policy:
-        """Moves the trainer's weights to the rollout mesh; under LoRA, calls after the first move only the adapters.
+        """Moves the trainer's weights to the rollout mesh.
+
+        Under LoRA the frozen base moves only in the first call. With `rollout.merge_adapters` the whole merged model
+        moves in every call.
 
         Args:
           version: number of the weights, recorded with every token sampled by them; None for the optimizer's step.
@@ -245,7 +248,8 @@ class RLCluster(SavedByRun):
             too. The previous policy becomes invalid, even if this call fails.
 
         Returns:
-          The policy on the rollout mesh. Its checksums have been compared with the trainer's.
+          The policy on the rollout mesh; its checksums have been compared with the trainer's. A process without devices
+          of the rollout mesh gets a policy without weights.
         """
         return self.weights.move(int(self.state.step) if version is None else version, in_place=in_place)
 

@@ -70,8 +70,8 @@ class Teacher:
           longest: number of tokens in the policy's longest sequence.
 
         Raises:
-          ValueError: the model lacks embeddings of ids that it reads or positions of the longest sequence, or its
-            tokens cannot be compared with the policy's.
+          ValueError: the model lacks embeddings of ids that it reads, or its tokens cannot be compared with the
+            policy's. If it has too few positions for the longest sequence, the log warns.
         """
         self.name, self.mesh, self.sources = os.fspath(source), mesh, tuple(sources)
         self.tokenizer = tokenizer_of(source, policy)

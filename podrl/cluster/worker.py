@@ -1,4 +1,4 @@
-"""Creates a process's rollout worker, with its share of the lanes (rows of the decode batch) and the ids of stops."""
+"""Creates a process's rollout worker, with its lanes (rows of the decode batch) and the token ids that end samples."""
 
 import dataclasses
 

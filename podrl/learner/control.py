@@ -1,4 +1,4 @@
-"""Controls between steps: the adaptive coefficient of the KL to the reference, and the gate on sampler mismatch."""
+"""Coefficients of the KL to the reference, which may adapt after each step, and the gate on sampler mismatch."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -58,7 +58,7 @@ class RewardKL(_Coefficient):
         ref_logprob_BT: Float[np.ndarray, "B T"],
         mask_BT: Float[np.ndarray, "B T"],
     ) -> tuple[Float[np.ndarray, "B T"], dict[str, float]]:
-        """Returns token rewards less the penalty, and metrics reward/{kl, kl_coef}; adapts the coefficient."""
+        """Returns token rewards less the penalty, and metrics reward/{kl, kl_coef}; adapts the next coefficient."""
         arrays: Any = (logprob_BT, ref_logprob_BT, mask_BT)
         kl_BT: Any = kl.sampled_kl(*arrays, mode=self._mode, clamp=self._clamp)
         mean = float(kl_BT.sum() / max(float((mask_BT > 0).sum()), 1.0))
@@ -70,11 +70,10 @@ class RewardKL(_Coefficient):
 
 
 class LossKL(_Coefficient):
-    """The adaptive coefficient of the KL in the loss.
+    """The coefficient of the KL in the loss, fixed or adaptive.
 
-    A step is trained with one coefficient. The next step's coefficient follows from the KL that this step's updates
-    measured. So the next coefficient is known on all trainer hosts, with the same value, before this step's checkpoint
-    is written.
+    A step is trained with one coefficient. An adaptive coefficient for the next step follows from the KL that this
+    step's updates measured, so all trainer hosts know the same value before this step's checkpoint is written.
     """
 
     def __init__(self, config: AlgorithmConfig):

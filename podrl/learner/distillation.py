@@ -1,8 +1,9 @@
 """On-policy distillation: GRPO's updates with a term that pulls the policy towards a teacher, with or without rewards.
 
-The teacher is the cluster's reference, of any architecture, or the policy itself after a prompt with a hint. Either the
-teacher gives every sampled token an advantage, or the exact divergence from the teacher's distribution is added to the
-loss.
+The teachers are the cluster's reference or its `teachers`, of any architecture, or the policy itself after a prompt
+with a hint. Either a teacher gives every sampled token an advantage (teacher_kl='sampled'), or the divergence from its
+distribution, over the whole vocabulary or over the policy's likeliest ids, is added to the loss. In this file such a
+divergence in the loss is called exact, because it does not depend on the id that was sampled.
 """
 
 import dataclasses
@@ -81,7 +82,8 @@ class DistilledGRPO(GRPO):
         """Computes the packed shape of a mini-batch for a teacher on a mesh; prompts may also hold a hint.
 
         Raises:
-          ValueError: a sample with a hint is longer than the policy's positions or than a packed row.
+          ValueError: a prompt with a hint leaves no position for an answer, or a sample with a hint is longer than a
+            packed row.
         """
         more, config = self._hint_tokens, self.cluster.config
         if not self.cluster.teachers:

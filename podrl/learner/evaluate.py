@@ -1,4 +1,4 @@
-"""Scores a policy on held-out records, greedy and sampled: the run's own rewards, and accuracies."""
+"""Scores a policy on held-out records by the run's rewards and by accuracies, with greedy and sampled completions."""
 
 import dataclasses
 import math
@@ -154,7 +154,7 @@ class HeldOut:
 
 
 def stop_texts(cluster: RLCluster) -> tuple[str, ...]:
-    """Returns the stop strings of training samples that are text; those that are special tokens end every sample."""
+    """Returns training's stop strings that are text; stop strings that are special tokens end every sample anyway."""
     strings = cluster.config.rollout().stop_strings
     return Dialogue(cluster.tokenizer).stops(strings)[0] if strings else ()
 

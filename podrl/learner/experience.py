@@ -97,7 +97,7 @@ def joined_groups(parts: Sequence[Int[np.ndarray, " B"]], prompts: Sequence[int]
     """Joins the group numbers of several parts, for a batch that joins the parts' prompts in the same order.
 
     Args:
-      parts: row of each sample's prompt, for each part.
+      parts: for each part, the number of each sample's group in the part.
       prompts: number of prompts of each part.
     """
     firsts = np.cumsum([0, *prompts[:-1]])
@@ -315,7 +315,7 @@ def content(
     """Splits a checkpoint's content into (data stream's state, controllers' state, batches in flight).
 
     Raises:
-      KeyError, TypeError, AttributeError, ValueError: `host` is not what a recorder saved.
+      KeyError, TypeError, AttributeError, ValueError: `host` does not have the form in which a recorder saves it.
     """
     return host["data_state"].encode(), dict(host["controllers"]), load(host["pending"], arrays, pad_id)
 
@@ -348,7 +348,7 @@ def _unpacked(message: Message, width: int) -> np.ndarray:
 
 
 def _group(message: Message) -> np.ndarray:
-    """Returns the row of each sample's prompt. Old checkpoints do not store it; their groups have equal sizes."""
+    """Returns the number of each sample's group. Old checkpoints do not store it; their groups have equal sizes."""
     prompts, samples = len(message.arrays["length_P"]), len(message.arrays["length_B"])
     return message.arrays.get("group_B", groups.complete(prompts, samples // max(prompts, 1)))
 

@@ -35,7 +35,7 @@ class GroupInFlight:
 
     Attributes:
       prompts: prompts of the batch, including the prompts in reserve for dynamic sampling.
-      step: step that trains on the batch.
+      step: step for which the prompts were submitted; with `rollout.clock='wall'` another step may train on them.
       player: draws the batch's samples with the engine.
       rewards: scores samples that have ended.
       scored_count: number of samples that have been passed to `rewards`.
@@ -55,11 +55,11 @@ class GroupInFlight:
 
 
 _LEAST_SHARE = 0.125  # smallest share of groups with a signal that `_further` assumes
-_OF_TOKENS = ("mask_BT", "turn_reward_BT")  # arrays that hold only 0 for samples left out of the loss
+_OF_TOKENS = ("mask_BT", "turn_reward_BT")  # arrays set to 0 for samples of the groups that `_left_out` leaves out
 
 
 class Generator:
-    """Turns prompts into experience; runs on the hosts of the rollout mesh, on one thread, batch after batch."""
+    """Turns prompts into experience on the hosts of the rollout mesh; one thread launches all of its programs."""
 
     def __init__(
         self,
@@ -98,9 +98,9 @@ class Generator:
     def __call__(self, prompts: Prompts, policy: Policy, step: int) -> Experience:
         """Samples and scores every prompt; with dynamic sampling, keeps the first groups whose rewards differ.
 
-        When a group turns out to have no signal while others are sampled, a further prompt is sampled at once. The
-        groups that are kept do not depend on this timing: they are the first groups with a signal, in the order of the
-        prompts.
+        If rewards can be known early (`_sees_signals`), further prompts are sampled while the first groups still run.
+        The groups that are kept do not depend on this timing: they are the first groups with a signal, in the order of
+        the prompts.
 
         Args:
           prompts: prompts of `config.prompt_batches` batches; dynamic sampling skips prompts that it does not need.
@@ -133,7 +133,7 @@ class Generator:
 
         Args:
           prompts: prompts of `config.prompt_batches` batches; with `rollout.clock='wall'`, the prompt of one group.
-          step: step at which the prompts are submitted; a part of every sample's random key.
+          step: step for which the prompts are submitted; a part of every sample's random key.
           partial: samples of the batch that another process began; None if there are none.
 
         Raises:
@@ -418,6 +418,8 @@ class Generator:
     ) -> None:
         """Passes an ended sample to the reward functions; with an environment, also its turns and the model's own text.
 
+        A failed sample is left out: no function scores it.
+
         Args:
           batch: the batch that the reward functions score.
           b: number of the sample in the batch.
@@ -471,13 +473,13 @@ class Generator:
         return of_the_others(np.concatenate(rows), rollouts.stop_B, apart(rollouts.group_B, beside))
 
     def _sees_signals(self) -> bool:
-        """True if all rewards of a group can be known while other groups are still sampled."""
+        """True if groups are replaced here, and all rewards of a group can be known while others are still sampled."""
         if not self._refills or self._cluster.reward_model or self._cluster.env_client:
             return False
         return able(self._cluster.config.rollout_engine, "windows")
 
     def _sample_refilling(self, prompts: Prompts, policy: Policy, step: int) -> tuple[Rollouts, np.ndarray, float]:
-        """Samples a batch, and adds further prompts as soon as groups turn out to have no signal."""
+        """Samples a batch, and adds further prompts before its end if groups turn out to have no signal."""
         started = time.perf_counter()
         count = wanted = len(self._first_prompts(prompts).length_P)
         in_flight = [self._open_group(prompts, self._first_prompts(prompts), step)]
@@ -514,7 +516,7 @@ class Generator:
         """Samples more prompts until enough groups have unequal rewards, or no prompt is left (DAPO, eq. 11).
 
         Each round samples as many prompts as are likely to be enough, by the share of groups with a signal so far. If
-        too few groups have a signal, the first groups without a signal fill the batch; the loss ignores these groups.
+        too few groups have a signal, the first groups without a signal fill the batch.
         """
         wanted = len(self._first_prompts(prompts).length_P)
         parts, seconds = [first], first[2]

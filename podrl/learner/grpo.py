@@ -59,7 +59,8 @@ class GRPO:
           samples: number of samples of a step.
           log: function that prints a warning about settings that are probably a mistake.
           pieces: True if a sample may have several pieces, each a token sequence with a context of its own.
-          teacher: settings of a teacher whose divergence from the policy is a part of the loss; None for none.
+          teacher: settings of the teacher, whose divergence is a part of the loss unless `teacher.sampled`; None for no
+            teacher.
         """
         self.cluster, self._config, self._samples = cluster, config, samples
         self.mini_batches = MiniBatches(cluster, config, samples)
@@ -125,7 +126,7 @@ class GRPO:
         return self._reward_kl.penalised(reward_BT, scores.old_logprob_BT, ref_BT, mask_BT)
 
     def advantages(self, experience: Experience, scores: Scores, rewards: np.ndarray) -> tuple[np.ndarray, Metrics]:
-        """Computes every sampled token's advantage over the other samples of its prompt, times `reward_coef`."""
+        """Computes every sampled token's advantage by the estimator of its sample's source, times `reward_coef`."""
         weight = self._sources.of("reward_coef", experience)
         metrics = self._sources.metrics(experience, self._teachable(experience))
         return weight * self._sources.advantages(experience, rewards), metrics
@@ -139,8 +140,8 @@ class GRPO:
     ) -> list[Batch[PolicyRows]]:
         """Packs the mini-batches of all passes.
 
-        All passes are packed before the first update, so old and reference log-probabilities are computed with the
-        weights before the step's first update.
+        All passes are packed before the first update, so old log-probabilities are computed with the weights before
+        the step's first update, for later passes too.
         """
         advantage_BT = advantages.astype(np.float32)
         passes = range(self._config.num_iterations)
@@ -223,7 +224,7 @@ class GRPO:
         return dataclasses.replace(rows, old_logprob_BT=self.cluster.actor.logprobs(layout))
 
     def update(self, step: int, batches: Sequence[Batch[PolicyRows]], weighed: list[PyTree] | None = None) -> Metrics:
-        """Makes one optimizer update per batch, then adapts the coefficient of the KL in the loss.
+        """Makes one optimizer update per batch, then adapts the coefficient of the KL in the loss (`kl_target`).
 
         Args:
           step: number of steps done.
@@ -237,7 +238,7 @@ class GRPO:
                 weighed.append(self.cluster.actor.token_weights(batch))
             found.append(self.cluster.update_actor(batch))
         metrics: dict[str, Any] = gathered(found)
-        if self._packed:  # empty if the caller did not make the batches with `pack`
+        if self._packed:  # empty if the batches were not made by `pack_pass`
             apart, packed, computed = np.sum(self._packed, axis=0).tolist()
             metrics |= {"packing/shared": 1 - packed / apart, "packing/padding": 1 - packed / computed}
         jax.block_until_ready(self.cluster.state.step)  # so that the stage 'update' covers the device's work
@@ -267,13 +268,13 @@ class GRPO:
         ]
 
     def state(self) -> SavedState:
-        """Returns the adaptive coefficients, for a checkpoint."""
+        """Returns the coefficients of the KL in the reward and of an adaptive KL in the loss, for a checkpoint."""
         return {name: control.state() for name, control in self._kl_controls()}
 
     def restore(self, state: SavedState) -> None:
-        """Restores the adaptive coefficients of a checkpoint."""
+        """Restores the coefficients that `state` returned."""
         for name, control in self._kl_controls():
-            if name in state:  # a coefficient that was fixed when the checkpoint was saved is not in it
+            if name in state:  # missing if the run that saved it had no such KL, or a fixed coefficient in the loss
                 control.restore(state[name])
 
     def _kl_controls(self) -> list[tuple[str, RewardKL | LossKL]]:

@@ -64,7 +64,7 @@ class TrainingParts:
 
     Attributes:
       algorithm: turns batches into updates.
-      report: describes a step: metrics, samples, warnings.
+      report: describes a step by metrics and records of samples, and checks the metrics.
       needed: function (step, batch) -> the samples that this process's devices train on; None if this process has all
         rollouts, so that it fetches none from other hosts.
       evaluate: function that scores the trained model on held-out data without generating samples; all trainer hosts
@@ -120,7 +120,8 @@ def fit(
       pod: the job's processes; None if there is one process.
 
     Raises:
-      BatchError: a reward function failed, or too many samples failed. The steps before the failure are saved.
+      BatchError: a reward function failed, or too many samples failed. `Recorder.rescue` first saves the finished
+        steps if it can.
     """
     on_hosts = pod is not None and bool(pod.seat.hosts.eval)  # True if the job has evaluation hosts
     if pod is not None and pod.seat.hosts.role(pod.seat.process) == EVAL:
@@ -173,7 +174,7 @@ def learn_answers(
     """Trains on answers from data until `training_config.max_steps`; returns the step reached.
 
     Args:
-      algorithm: SFT, DPO, ORPO, KTO or RewardModelling.
+      algorithm: class of the algorithm: SFT, DPO, ORPO, KTO or RewardModelling.
       settings: settings of the algorithm.
       shape: shape of a packed batch.
       cluster: the models.
@@ -274,9 +275,9 @@ class SampleLearner(SavedByRun):
         Args:
           train_ds: the training data, in one of three forms: a stream of prompts; a list of prompts, each a text or a
             record, whose fields the reward functions receive by name; or a list of batches,
-            `{'prompts': [...], 'field': [...]}`, with one step per batch.
+            `{'prompts': [...], 'field': [...]}`; a step takes `config.prompt_batches` of them, usually one.
           eval_ds: list of held-out prompts, or of batches of them, as in `train_ds`. Their rewards are measured every
-            `training_config.eval_every_n_steps` steps, with greedy and with sampled completions.
+            `training_config.eval_every_n_steps` updates, with greedy and with sampled completions.
           prompts_per_step: P, the number of prompts of a step, if `train_ds` is a list; by default the size of its
             batches, or 8. A stream has its own number: it yields P times `config.prompt_batches` prompts at a time.
           evaluator: function (policy, step) -> (metrics, samples to show) that scores the policy; excludes `eval_ds`.
@@ -284,8 +285,8 @@ class SampleLearner(SavedByRun):
             `rewards=learner.rewards_of`.
           run: files, checkpoints and signals. By default `train` makes a run in
             training_config.checkpoint_root_directory, or a run without files if the directory is None. A run that
-            `train` makes in a directory ends with summary.json, report.html and a table of the first and last
-            evaluation.
+            `train` makes in a directory ends, after its last step, with summary.json, report.html and a table of the
+            first and last evaluation.
           save_every: number of steps between checkpoints; overrides `checkpoint.every`.
           checkpoint: settings of the checkpoints, a CheckpointConfig or a dict of its fields; excludes `run`.
 

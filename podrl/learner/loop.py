@@ -3,7 +3,7 @@
 Three collaborators do the work. `rollouts` makes batches of experience from the newest weights: in this process
 (podrl/learner/rollouts.py), or on the rollout hosts of a pod (podrl/learner/pods/). `algorithm` turns a batch into
 optimizer updates: GRPO, PPO, SFT, DPO. `recorder` keeps metrics, checkpoints and evaluations, and knows whether the run
-must stop (podrl/learner/recorder.py). Every process runs this loop unchanged.
+must stop (podrl/learner/recorder.py). Every process runs this loop unchanged, except evaluation hosts.
 """
 
 import collections
@@ -58,7 +58,8 @@ class RolloutSource(Protocol):
 
         The weights are verified on arrival. They overwrite the weights published before, so the move waits until
         sampling pauses. If several versions may draw a sample, sampling pauses when the window of the old version ends
-        (podrl/rollout/clock.py). Otherwise it pauses when all batches in flight are made.
+        (podrl/rollout/clock.py). Otherwise it pauses when all batches in flight are made. With `topology=split` a
+        trainer only offers the version and does not wait for sampling; the rollout hosts pull it.
         """
         ...
 
@@ -87,7 +88,7 @@ class Algorithm(Protocol):
         ...
 
     def update(self, step: int, batches: Sequence[Any]) -> Metrics:
-        """Makes one optimizer update per batch; metrics stay on the device, as lists over the updates."""
+        """Makes one optimizer update per batch; metrics may stay on the device, and a list has one value per update."""
         ...
 
 
@@ -107,15 +108,15 @@ class Recorder(Protocol):
         ...
 
     def record(self, step: int, experience: Any, metrics: Metrics) -> None:
-        """Records a step; its metrics are copied to the host and written at the end of the next step."""
+        """Records a step; its metrics are fetched and written later, at the latest when the next step is recorded."""
         ...
 
     def save(self, step: int, in_flight: Sequence[InFlight]) -> None:
-        """Checkpoints everything step `step` depends on, the batches in flight included."""
+        """Checkpoints everything that the steps after step `step` depend on, the batches in flight included."""
         ...
 
     def evaluate(self, policy: Policy, step: int) -> None:
-        """Scores the policy on held-out prompts, unless an earlier start of this run already evaluated this step."""
+        """Scores the policy on held-out data, unless this step was evaluated before or the run stops before its end."""
         ...
 
     def stopping(self) -> bool:
@@ -128,7 +129,7 @@ class Schedule:
     """The steps at which the loop stops, saves and evaluates, and the staleness it allows.
 
     Attributes:
-      max_steps: the last step (`RLTrainingConfig.steps`).
+      max_steps: number of steps of the run (`RLTrainingConfig.steps`).
       max_staleness: number of versions a batch's policy may be behind the trainer; 0 is strictly on-policy.
       save_every: number of steps between checkpoints; 0 saves only at the end and on preemption.
       eval_every: number of updates between evaluations; 0 evaluates only before and after training.
@@ -201,7 +202,7 @@ def train(rollouts: RolloutSource, algorithm: Algorithm, recorder: Recorder, sch
 
 
 def learn(algorithm: Algorithm, step: int, experience: Any) -> Metrics:
-    """Trains one step: rewards -> advantages -> packed batches -> updates; the updates' metrics stay on the device."""
+    """Trains one step: scores -> rewards -> advantages -> packed batches -> updates; metrics may stay on the device."""
     scores = algorithm.score(step, experience)
     rewards, of_rewards = algorithm.rewards(experience, scores)
     advantages, of_advantages = algorithm.advantages(experience, scores, rewards)

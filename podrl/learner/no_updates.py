@@ -11,12 +11,13 @@ from podrl.learner.settings import AlgorithmConfig, GRPOConfig, PPOConfig
 from podrl.rewards.compose import RewardConfig
 from podrl.trainer.config import RLTrainingConfig
 
-# Advantage estimators that give every sample of a group the advantage 0 if all rewards of the group are equal.
+# Advantage estimators that give every sample of a group the advantage 0 if the group's samples, and for remax the
+# greedy sample, are all the same text.
 _ALIKE = ("grpo", "rloo", "opo", "gpg", "pass_at_k", "remax", "reinforce_plus_plus_baseline")
 
 
 def no_update_reasons(training: RLTrainingConfig) -> list[str]:
-    """Lists the reasons why no update changes the model, one sentence for each setting; empty if updates change it."""
+    """Lists the reasons why no update can change the model, one sentence for each setting; empty if there is none."""
     if training.actor_optimizer is None and _zero(training.learning_rate):
         return [
             f"trainer.learning_rate={training.learning_rate:g} is 0 in float32 in every update, so this run does not "
@@ -36,7 +37,7 @@ def no_update_reasons_on_samples(
 ) -> list[str]:
     """Lists the reasons why a run on samples cannot change the policy or the critic, one sentence for each setting.
 
-    Some such settings make no sense even for a diagnosis. Their own classes refuse them: groups of one sample if its
+    The list leaves out settings that nobody can want and that their own classes refuse: groups of one sample if the
     advantage is then always 0, a run of no steps, adapters that match no parameter.
 
     Args:
@@ -48,12 +49,12 @@ def no_update_reasons_on_samples(
         if steps is not None and algo.critic_warmup >= steps:
             found.append(
                 f"ppo.critic_warmup={algo.critic_warmup} lasts for all {steps} steps of this run, so only the critic "
-                "learns and the policy stays as it is: set it below the steps, or raise trainer.max_steps."
+                f"learns and the policy stays as it is: set it below {steps}, or raise trainer.max_steps."
             )
         if training.critic_optimizer is None and _zero(training.critic_learning_rate):
             found.append(
                 f"trainer.critic_learning_rate={training.critic_learning_rate:g} is 0 in float32, so the critic stays "
-                "as it was made, and advantages come from its random values: set it above 0."
+                "as it was made, and advantages come from its first values: set it above 0."
             )
     elif isinstance(algo, GRPOConfig) and not (algo.own_loss or algo.own_advantage or algo.entropy_coef):
         found += _without_advantage(algo, rollout, reward, environment)
@@ -65,7 +66,7 @@ def _without_advantage(
 ) -> list[str]:
     """Lists the reasons why no sample can have an advantage.
 
-    A KL to the reference makes no difference, because the policy begins at the reference.
+    A KL to the reference does not count as a reason to learn: a policy that begins at the reference stays there.
     """
     if algo.distillation is not None or algo.observed_weight:
         return []

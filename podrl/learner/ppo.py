@@ -77,7 +77,7 @@ class PPO:
         return PPOScores(scores, np.where(rollouts.mask_BT > 0, value_BT, 0.0).astype(np.float32))
 
     def rewards(self, experience: Experience, scores: PPOScores) -> tuple[np.ndarray, Metrics]:
-        """Computes token rewards as GRPO does; the KL to the reference is always in the reward."""
+        """Computes token rewards as GRPO does; PPO's KL to the reference, if `beta` is above 0, is in the reward."""
         return self.policy.rewards(experience, scores.policy)
 
     def advantages(

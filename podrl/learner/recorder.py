@@ -1,4 +1,4 @@
-"""Keeps a run's files: metrics one step late, checkpoints, evaluations; shows progress and watches for stop signals."""
+"""Keeps a run's files (metrics one step late, checkpoints, evaluations), shows progress, and tells when to stop."""
 
 import contextlib
 import functools
@@ -64,7 +64,7 @@ class ResumableStream(Protocol):
 
 
 class StepReport(Protocol):
-    """An algorithm's description of a step: metrics, samples, warnings."""
+    """An algorithm's description of a step: metrics, records of samples, and a check of the metrics."""
 
     def describe(self, experience: Any) -> dict[str, float]:
         """Computes host metrics of a batch, without waiting for the device."""
@@ -126,7 +126,8 @@ class Recorder:
           report: the algorithm's description of a step.
           controllers: the algorithm's adaptive state.
           evaluate: scores the policy on held-out prompts; None disables evaluation.
-          beside: evaluation hosts, which make all evaluations but the last; None if training stops for evaluations.
+          beside: runs evaluations on evaluation hosts while training goes on; training waits for an evaluation before
+            the next evaluation or checkpoint, and at the end. None if training stops for evaluations.
           stopping: function that returns True once the run was asked to stop; all processes get the same answer.
           curriculum: the data's curriculum; None without one.
         """
@@ -246,7 +247,7 @@ class Recorder:
             self._run.notify_saved(self._run.saved_step())
 
     def rescue(self) -> None:
-        """Saves the finished steps when the next batch could not be scored; a resumed run draws that batch again."""
+        """Saves the finished steps when the next batch could not be made; a resumed run makes this batch again."""
         if self._trained is None or self._run.checkpoints is None:
             return
         step, position = self._trained
@@ -358,8 +359,8 @@ class Recorder:
         self._nonfinite += 1
         if self._nonfinite >= 3:
             raise ValueError(
-                f"Gradients were not finite in {self._nonfinite} updates in a row, last at step {step}: lower "
-                "trainer.learning_rate, set trainer.max_grad_norm, or look at samples.jsonl for degenerate text."
+                f"Gradients were not finite in an update of each of the last {self._nonfinite} steps, up to step "
+                f"{step}: lower trainer.learning_rate, set trainer.max_grad_norm, or look at samples.jsonl for degenerate text."
             )
 
     def _show(self, step: int, values: Mapping[str, float]) -> None:
@@ -396,7 +397,8 @@ class HostRecorder:
         Args:
           run: signals and the watchdog; writes nothing.
           schedule: steps at which the loop saves, evaluates and stops.
-          enter: function that asks the leader to let this host in, and returns the step at which this host begins.
+          enter: function that asks the leader to let this host in; returns `step`, at which this host begins, and
+            `evaluated`, the steps that are already evaluated.
           evaluate: scores the policy on this host's share of the held-out prompts; None disables evaluation.
           stopping: function that returns True once the run was asked to stop, in all processes of the job alike.
         """
@@ -441,7 +443,7 @@ class HostRecorder:
 
 
 def _in_table(name: str) -> bool:
-    """True for metrics that the live table shows beside the watched metrics: rewards by function, lengths, speed."""
+    """True for metrics that the live table shows beside the watched ones: rewards, lengths, entropy, time of a step."""
     of_rewards = name.startswith("reward/") and name not in ("reward/std", "reward/kl", "reward/kl_coef")
     of_rewards = of_rewards and not name.startswith("reward/zero/")
     return of_rewards or name in ("completion/length_mean", "completion/truncated", "actor/entropy", "time/step")

@@ -1,4 +1,4 @@
-"""Reports a step of reinforcement learning: metrics of the samples, records of them, warnings."""
+"""Reports a step of reinforcement learning: metrics, records of samples, and the check on sampler mismatch."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -102,14 +102,14 @@ class SampleReport:
         return metrics
 
     def finished(self, values: dict[str, float]) -> dict[str, float]:
-        """Replaces the moments `sampler/moment_*` by measures, and the sum over tokens of each age by their mean."""
+        """Replaces `sampler/moment_*` by measures made from them; makes metrics by age means over the age's tokens."""
         if "sampler/moment_x" not in values:
             return values
         values |= derived(values)
         return {name: value for name, value in divided(values).items() if not name.startswith("sampler/moment_")}
 
     def samples(self, experience: Experience) -> Sequence[LogRecord]:
-        """Makes a record of the first sample of every prompt, if it has valid rewards: text, rewards, group, answer."""
+        """Makes a record of each prompt's first sample, if the sample's rewards count: text, rewards, group, answer."""
         rollouts, rewarded_B, named_P = experience.rollouts, experience.rewarded(), self._groups_of(experience.rollouts)
         truth_P = rollouts.prompts.fields.get("answer", [None] * len(named_P))
         return [
@@ -138,7 +138,7 @@ class SampleReport:
         self._gate.check(step, values)
 
     def _of_the_user(self, experience: Experience) -> dict[str, float]:
-        """Computes the user's metric functions on a batch."""
+        """Computes the user's metric functions on the samples of a batch whose rewards count."""
         if not self._metric_fns:
             return {}
         batch_prompts, counted = experience.rollouts.prompts, np.flatnonzero(experience.rewarded()).tolist()
@@ -160,7 +160,7 @@ def episode_metrics(rollouts: Rollouts) -> dict[str, float]:
     Metrics of each tool (tools/NAME/*) and of the environment itself (env/NAME) are included.
     """
     episodes = [episode for episode in rollouts.episodes if episode["turns"]]
-    if not episodes:  # a batch whose samples are all lost is reported, although none of them has a turn
+    if not episodes:  # no sample has a turn; samples that ran out of time are still reported
         lost = zip(rollouts.episodes, rollouts.stop_B, strict=True)
         episodes = [episode for episode, stop in lost if stop == STOP_DEADLINE]
     if not episodes:

@@ -44,7 +44,7 @@ class GeneratingSource(Protocol):
 
 
 class LocalRollouts:
-    """Generates in this process, on one thread: batches are made in the order they were submitted."""
+    """Generates training batches in this process, on one thread of their own."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class LocalRollouts:
         return policy
 
     def move(self, step: int, *, in_place: bool) -> Policy:
-        # Runs after every batch in flight, so that one thread at a time enqueues on the rollout mesh.
+        # Runs on the rollout thread, after the work that waits there, so that one thread at a time launches programs.
         with self._run.watchdog.stage("publish"):
             return self._thread.submit(self._cluster.sync_weights, step, in_place=in_place).result()
 

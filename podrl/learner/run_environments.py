@@ -74,10 +74,10 @@ def run_environments(
 ) -> Iterator[None]:
     """Gives every sample of the cluster its environment while the context lasts, if this process generates.
 
-    Answers from outside (tools, agents) are kept in `workdir`/outside, which the leader writes if there are several
-    processes. If the run directory is in a bucket, answers reach it within seconds. Answers of steps before the newest
-    checkpoint are deleted. With `rollout.clock='wall'` all answers stay, because a run can be repeated from its
-    beginning.
+    Answers from outside (tools, agents) are kept in the folder `outside` of the run directory, which the leader writes
+    if there are several processes. If this directory is in a bucket, answers reach it within seconds. Answers of steps
+    before the newest checkpoint are deleted. With `rollout.clock='wall'` all answers stay, because a run can be
+    repeated from its beginning.
     """
     if not config.used:
         yield
@@ -125,7 +125,7 @@ def run_environments(
 
 
 def check(host: Episodes, dialogue: Dialogue) -> None:
-    """Refuses tools whose call format the tokenizer or template cannot hold, or that differ from the prompts' tools.
+    """Refuses tools whose call format the tokenizer or template cannot express, or that differ from the prompts' tools.
 
     Raises:
       ValueError: there is such a tool; the message names it, and the keys to change.

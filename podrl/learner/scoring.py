@@ -31,14 +31,14 @@ class Scores:
 
 @dataclasses.dataclass(frozen=True)
 class ReferencedScores(Scores):
-    """Scores with log-probabilities under the reference policy, for a KL in the reward."""
+    """Scores with log-probabilities under the reference or a teacher, nats: for a KL in the reward, or distillation."""
 
     ref_logprob_BT: Float[np.ndarray, "B T"]
 
 
 @dataclasses.dataclass(frozen=True)
 class SpanScores(ReferencedScores):
-    """Scores of several teachers; some of the teachers use another tokenizer than the policy.
+    """Scores of the cluster's teachers, which may use other tokenizers than the policy.
 
     Attributes:
       span_BT: number of the span of text in which a token is compared, -1 for none. A teacher's log-probability of a
@@ -72,7 +72,7 @@ def policy_scores(
     old: str,
     reference: Callable[[np.ndarray], np.ndarray] | None = None,
 ) -> ReferencedScores:
-    """Scores every sample with the actor and the reference.
+    """Finds the old log-probabilities of every sample, and scores every sample with the reference.
 
     Args:
       cluster: the models.

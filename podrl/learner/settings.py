@@ -43,7 +43,7 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
       old_logprob: source of the log-probabilities in the ratio's denominator. 'current': the policy itself, exact if a
         batch of fresh samples makes one update. 'trainer': a forward pass before the first update. 'sampler': the
         numbers that the engine reported. 'auto': 'sampler' for stale samples without a correction, 'trainer' for
-        several updates or a KL in the reward, else 'current'.
+        several updates, a KL in the reward, or a teacher with teacher_kl='sampled', else 'current'.
       max_staleness: number of steps by which the sampling policy may be behind the trainer; 0 is strictly on-policy;
         from 2 on, weights change inside samples (docs/async.md).
       stale_bound: largest age, in steps, of a token that adds to the policy loss; older tokens still count in
@@ -64,7 +64,7 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
         is adapted to reach it; None keeps the coefficient fixed.
       kl_horizon: number of samples over which the coefficient changes by at most a fifth.
       mismatch_bound: mean |trainer's log-probability - sampler's log-probability| per token, nats, above which a step
-        warns.
+        warns and counts for mismatch_patience. With max_staleness=0 a step warns from 0.05 on at the latest.
       mismatch_patience: number of steps in a row above the bound after which the run stops; 0 only warns.
     """
 
@@ -162,7 +162,7 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
 
     @property
     def distillation(self) -> Distillation | None:
-        """Settings of the teacher, whose divergence from the policy enters the advantage or loss; None without it."""
+        """Settings of the teacher, whose divergence from the policy enters advantage or loss; None for no teacher."""
         return None
 
     @property
@@ -406,9 +406,9 @@ class GRPOConfig(AlgorithmConfig, KLLossSettings, GroupSettings):
       kl_reward_mode: estimator of the KL in the reward. No gradient is taken of rewards, so k1 is the plain choice: its
         value is unbiased.
       teacher_coef: weight of KL(policy || teacher) per sampled token, for on-policy distillation; 0 for none.
-      teacher: model that teaches. 'reference': model.reference. Otherwise the policy teaches itself after a prompt with
-        a hint (data.hint), with its weights before the first step ('initial'), its present weights ('current') or their
-        moving average ('ema').
+      teacher: model that teaches. 'reference': model.reference or model.teachers. Otherwise the policy teaches itself
+        after a prompt with a hint (data.hint), with its weights before the first step ('initial'), its present weights
+        ('current') or their moving average ('ema').
       teacher_rate: share of the distance to the policy by which the 'ema' teacher moves after every step.
       teacher_hint_tokens: number of tokens that a hint may add to rollout.max_prompt_length; prompts with a longer hint
         are left out, or are an error, as data.long_prompts says.
@@ -619,7 +619,8 @@ class PPOConfig(AlgorithmConfig, GAESettings):
       algo_variant: name of the algorithm in Tunix; only 'ppo' is allowed.
       value_loss_fn: 'ppo': squared error, clipped around the values before the update.
       beta: coefficient of the KL to the reference policy in the reward; 0 for none, and then no reference is kept.
-      clip_range_value: largest change of a value in one step, reward units; a large number clips nothing.
+      clip_range_value: distance of a value from its value before the step, reward units, beyond which the loss stops
+        pulling it further away; a large number clips nothing.
       kl_method: estimator of the KL in the reward; see podrl.algorithms.kl.
 
       critic_warmup: number of first steps of the run in which only the critic learns.

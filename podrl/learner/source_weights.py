@@ -56,7 +56,7 @@ class SourceWeights:
         return weight_B1, loss.divisor(mask_BT) / loss.divisor(mask_BT * (weight_B1 > 0))
 
     def metrics(self, experience: Experience, teachable_BT: np.ndarray) -> Metrics:
-        """Counts the tokens of each component of a mixture's loss, and the samples and rewards of each source.
+        """Counts the tokens of each part of a mixture's loss, and samples and rewards of sources with own settings.
 
         Args:
           experience: the batch.

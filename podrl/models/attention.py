@@ -111,8 +111,8 @@ def _over_mesh(
 ) -> Array:
     """Runs a form of attention on every device's rows and heads.
 
-    `blockwise` replaces `run` if rows are cut along time and the number of parts does not divide the query heads: each
-    device then has the queries of some blocks only (`podrl.models.time_cut`).
+    `blockwise` replaces `run` if rows are cut along time and the number of query heads is not a multiple of the number
+    of parts: each device then has the queries of some blocks only (`podrl.models.time_cut`).
     """
     tensor = mesh.shape["tensor"]
     N, K = q_BTNH.shape[2], k_BTKH.shape[2]
@@ -143,7 +143,7 @@ def dense(
 ) -> Float[Array, "B T N H"]:
     """Computes attention by its definition, with all scores at once: the reference for the other forms.
 
-    Arguments and result are those of `attention`.
+    Arguments and result are as in `attention`.
     """
     B, T, N, H = q_BTNH.shape
     K = k_BTKH.shape[2]
@@ -237,7 +237,7 @@ def _flash(q_BKHGT, k_BKSH, v_BKSH, where: Where, order: Order, sinks: Sinks, so
 
 
 def _key_blocks(index: Array, where: Where, size: int) -> tuple[Array, Array]:
-    """Computes the range [first, last) of key blocks visible to any query of block `index`."""
+    """Computes the range [first, last) of key blocks in which queries of block `index` may see a key."""
     _, window, *shared = where
     if shared:
         return jnp.zeros_like(index), index + 1

@@ -250,10 +250,10 @@ class ModelConfig:
       activation: gate non-linearity: 'gelu_tanh', 'gelu', 'silu', or 'clamped_silu' (gpt-oss), see
         `podrl.models.moe.gated`.
       norm_eps: number added to the mean square in every RMS norm.
-      norm_plus_one: True if norms scale by 1 + w (Gemma) instead of w.
+      norm_plus_one: True if norms scale by 1 + w (Gemma 1 to 3, Qwen 3.5) instead of w.
       post_norms: True if the outputs of attention and MLP are normalised (Gemma 2 to 4, OLMo 3).
-      qk_norm: True if queries and keys are normalised (Gemma 3 and 4, Qwen 3, OLMo 3).
-      qkv_bias: True if the q, k and v projections have biases (Qwen 2).
+      qk_norm: True if queries and keys are normalised (Gemma 3 and 4, Qwen 3 and 3.5, OLMo 3, some GLM 4.5).
+      qkv_bias: True if the q, k and v projections have biases (Qwen 2, gpt-oss, some GLM 4.5).
       o_bias: True if the o projection has a bias (gpt-oss).
       sinks: True if every head has a sink: a key of value 0 and a learned score that every token sees (gpt-oss).
       embed_scale: factor of the token embeddings (Gemma: sqrt(D)).

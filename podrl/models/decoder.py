@@ -309,7 +309,7 @@ def per_layer_embeddings(
     """Computes each layer's vector for each token: (row of the table + projection of the embedding) / sqrt(2).
 
     Args:
-      params: parameters of the model; only those outside the layers are read.
+      params: parameters of the model; only parameters outside the layers are read.
       tokens_BT: token ids.
       x_BTD: embeddings of the tokens, as `embed` returns them.
       config: the model; without per-layer embeddings the result is ().
@@ -471,8 +471,9 @@ def replayed(
       position_BT: position of each token inside its own sequence.
       config: the model.
       dtype: compute dtype; parameters are cast where they are used.
-      remat: values that are kept for the backward pass: 'none' keeps all, 'dots' the outputs of projections and
-        attention, 'full' the layers' inputs only; 'offload' keeps the values of 'dots' in the host's memory.
+      remat: values that are kept for the backward pass: 'none' keeps all, 'dots' the outputs of projections, attention
+        and experts, 'full' only the layers' inputs and the experts' routes; 'offload' keeps the values of 'dots' in
+        the host's memory.
       mesh: mesh on which activations are placed; None for one device.
       dropout_key: random key of the adapters' dropout (training only); None for no dropout.
       last_BT: last segment that sees the token, see `podrl.types.Layout`; None if segments share no tokens. Layers of

@@ -82,8 +82,8 @@ def cut(
       prefix_BT: number of the segment that each token's segment continues, its prefix; 0 for none. A prefix continues
         no other segment, and only segments that continue the same prefix lie between a segment and its prefix. None if
         no segment continues another.
-      before_B: number of the segment that began before the row, and that the row's first tokens continue from a given
-        state; 0 if the row starts from zeros. None if all rows start from zeros.
+      before_B: number of the segment that began before the row; the row's first tokens continue it from the state that
+        `over_rows` gets. 0 if the row starts from zeros; None if all rows start from zeros.
       chunk: number of tokens of a chunk, C.
     """
     segment_BXC = _chunked(segment_BT, chunk)
@@ -337,7 +337,7 @@ def mix(
 def memory_shapes(config: ModelConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Returns the shapes of a layer's memory of a sequence: the float32 state, (N, H, U), and the convolution's inputs.
 
-    The inputs are those of the last W - 1 tokens, one after another in one vector for each head of keys. The first
+    These are the inputs of the last W - 1 tokens, one after another in one vector for each head of keys. The first
     dimension of both arrays is cut over `tensor`.
     """
     sizes = config.delta

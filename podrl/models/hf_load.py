@@ -53,8 +53,8 @@ def load(
 ) -> tuple[ModelConfig, PyTree]:
     """Loads a checkpoint directory directly onto the shards of `mesh`.
 
-    Each process reads only the parts that its devices hold, one tensor after another, so host memory never holds more
-    than the largest tensor.
+    Of a local file each process reads only the parts that its devices hold; of a file in a bucket it reads whole
+    tensors. Tensors are read one after another, so host memory holds one tensor at a time.
 
     Args:
       directory: directory, local or gs://, with config.json and safetensors weights of any floating dtype, or with an

@@ -125,7 +125,7 @@ def merge(params: PyTree, config: ModelConfig) -> tuple[ModelConfig, PyTree]:
       config: configuration of the model, whose `lora` gives alpha and rank.
 
     Returns:
-      The configuration and parameters of the dense model; leaves without an adapter are shared with `params`.
+      The configuration and parameters of the dense model; dense leaves without an adapter are shared with `params`.
     """
     layers = as_layers([_merged_stack(stack, params, config) for stack in stacks_of(params["layers"], config)], config)
     return dataclasses.replace(config, lora=LoraConfig()), {**params, "layers": layers}

@@ -401,7 +401,7 @@ def feed_forward(
 
 
 def spread_over(experts: Experts, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
-    """Lists the mesh axes over which the experts of a layer are cut; none if the number of experts does not divide."""
+    """Lists the mesh axes over which a layer's experts are cut; none if they do not split into equal parts."""
     return rules.axes_over("expert", mesh) if experts.count % mesh.shape.get("expert", 1) == 0 else ()
 
 
@@ -409,7 +409,7 @@ def check_mesh(config: ModelConfig, mesh: Mesh | str, *, key: str) -> None:
     """Checks that a mesh, or a mesh string, cuts experts only if the model has them, and into equal parts.
 
     Raises:
-      ValueError: axis "expert" is not 1, and the model is dense or its number of experts does not divide by it.
+      ValueError: axis "expert" is not 1, and the model is dense or its number of experts is not a multiple of the axis.
     """
     if isinstance(mesh, str):
         size, shown = build.parse_mesh(mesh, key=key)[build.AXES.index(build.EXPERT)], mesh

@@ -56,7 +56,7 @@ def joined(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
       stored: tensors of a checkpoint by name.
 
     Raises:
-      ValueError: one tensor of a pair is missing, or the types or shapes of the two do not fit.
+      ValueError: there are blocks without scales, or the types or shapes of a pair do not fit.
     """
     tensors = dict(stored)
     for name in [name for name in stored if name.endswith(_BLOCKS)]:

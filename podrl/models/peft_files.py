@@ -130,8 +130,8 @@ def read_lora_config(directory: str | pathlib.Path) -> LoraConfig:
     """Reads the LoraConfig of a PEFT directory.
 
     Raises:
-      ValueError: there is no adapter_config.json, or a field has an effect that podrl does not compute (the message
-        names the field).
+      ValueError: there is no adapter_config.json, or a field has an invalid value or an effect that podrl does not
+        compute (the message names the field).
     """
     path = pathlib.Path(directory) / CONFIG_NAME
     if not path.exists():

@@ -100,7 +100,7 @@ def from_pretrained(
     Args:
       directory: directory with config.json and safetensors weights, a model's name ORG/NAME in the hub, or 'tiny',
         'tiny_moe', 'tiny_hybrid', 'tiny_tools' or 'tiny_search' for a model that comes with podrl.
-      mesh: devices that hold the parameters, with the axes ("data", "fsdp", "tensor"); None for the first device.
+      mesh: devices that hold the parameters, as `podrl.make_mesh` builds it; None for the first device.
       dtype: storage type of the parameters.
       lora: settings of fresh adapters to add; None for no fresh adapters.
       adapters: PEFT directory of adapters to load; None for none. At most one of `lora` and `adapters` may be set.

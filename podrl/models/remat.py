@@ -10,7 +10,7 @@ from podrl.models.moe import EXPERTS_NAME, ROUTES_NAME
 
 
 def _offload(prim: Any, *args: Any, **params: Any) -> Any:
-    """Returns the remat policy that keeps the same values as "dots", but in host memory."""
+    """A remat policy that keeps the same values as "dots": the routes on the device, all others in host memory."""
     if prim.name == "name":
         kept = jax.checkpoint_policies.save_and_offload_only_these_names(
             names_which_can_be_saved=[ROUTES_NAME],

@@ -66,7 +66,7 @@ class StoredTensor:
         return np.array(self._mapped()[index])
 
     def read_into(self, out: np.ndarray, index: tuple[slice, ...] = ()) -> None:
-        """Copies the tensor, or the rectangular part `index`, into an array of the same shape, cast to its dtype."""
+        """Copies the tensor, or the rectangular part `index`, into `out`, of the same shape; casts to `out.dtype`."""
         np.copyto(out, self._mapped()[index], casting="same_kind")
 
     def split(self, names: Sequence[str], shape: tuple[int, ...]) -> list["StoredTensor"]:

@@ -23,9 +23,9 @@ def over_time(run: Attend, blockwise: Attend, axis: str, size: int, block: int) 
     """Wraps attention over whole rows for use inside shard_map, where rows are cut over a mesh axis.
 
     The returned function has the arguments of `run`, (q_BTNH, k_BTKH, v_BTKH, segment_BT, window, sinks, *shared), with
-    the device's part of each row; see `podrl.models.attention.attention`. It exchanges heads if the query heads divide
-    by `size`, and gathers keys otherwise. Causal masks leave every device the same amount of work in both cases, unless
-    a device has an odd number of tokens (see `_gathered`).
+    the device's part of each row; see `podrl.models.attention.attention`. It exchanges heads if the number of query
+    heads is a multiple of `size`, and gathers keys otherwise. In both cases causal masks leave every device the same
+    amount of work, unless keys are gathered and a device has an odd number of tokens (see `_gathered`).
 
     Args:
       run: attention over whole rows, in any form.
@@ -46,8 +46,8 @@ def over_time(run: Attend, blockwise: Attend, axis: str, size: int, block: int) 
 def _exchanged(run: Attend, axis: str, size: int) -> Attend:
     """Exchanges time for heads by an all-to-all, and back (DeepSpeed-Ulysses, arXiv 2309.14509).
 
-    Each device attends over whole rows with 1/size of the query heads. If the number of key/value heads does not divide
-    by `size`, each head is repeated as often as needed.
+    Each device attends over whole rows with 1/size of the query heads. If the number of key/value heads is not a
+    multiple of `size`, each head is repeated until it is.
     """
 
     def to_heads(x_BTNH: Array) -> Array:

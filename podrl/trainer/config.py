@@ -49,11 +49,12 @@ class RLTrainingConfig(AdamSettings):
         evaluates before and after the run only.
       max_steps: number of updates of the run, which ends with the step that reaches this number. None is one pass over
         the data.
-      gradient_accumulation_steps: smallest number of micro-batches that an update is split into; None leaves the split
-        to the other keys.
-      checkpoint_root_directory: directory of checkpoints; None is a directory under the workdir.
-      max_seq_token_per_tpu: number of tokens that one device holds in a micro-batch. The device always holds at least
-        one row, or its part of one row if the mesh has the axis seq.
+      gradient_accumulation_steps: smallest number of micro-batches that an update is split into if its sequences have
+        the greatest length; the run warns if even such an update has fewer. None leaves the split to the other keys.
+      checkpoint_root_directory: directory of checkpoints; None is a directory under the workdir. For a learner's
+        `train` without `run` it is the whole run directory, and None writes no files.
+      max_seq_token_per_tpu: largest number of tokens that one device holds in a micro-batch; at least the length of a
+        row, or of the device's part of a row if the mesh has the axis seq.
       actor_optimizer: any optax transformation; None is AdamW with the fields below.
       critic_optimizer: any optax transformation for the critic; None is AdamW with the fields below.
       mini_batch_size: number of prompts per update, each with all of its samples; None is all prompts of a step. The
@@ -71,7 +72,7 @@ class RLTrainingConfig(AdamSettings):
         devices) for each part along time.
       share_prompts: True if samples of a prompt that lie in one row share the prompt's tokens; None is True. The
         gradient is the same, except that dropout in adapters drops the same inputs of a shared token for all samples.
-      param_dtype: storage type of trainable parameters. With bfloat16 the optimizer keeps a float32 master copy.
+      param_dtype: storage type of trainable parameters. With bfloat16, podrl's AdamW keeps a float32 master copy.
       dtype: compute dtype; softmax, norms and log-probabilities are float32 in any case.
       remat: values that the backward pass recomputes: 'none', 'dots' (all but projections and attention; the
         fastest on CPU too), 'full' (whole layers) or 'offload' (as 'dots', but the kept values wait in the host's
@@ -85,8 +86,8 @@ class RLTrainingConfig(AdamSettings):
       warmup_fraction: share of all updates over which the learning rate rises.
       critic_learning_rate: peak learning rate of the critic.
       balance_coef: coefficient of the balance loss of the policy's experts (E x sum of f_e P_e, mean over tokens and
-        layers). The gradient of the balance loss is added to the gradient of the loss; 0 adds nothing. Models without
-        experts refuse other values.
+        layers). The gradient of the balance loss is added to the gradient of the loss; 0 adds nothing. For a model
+        without experts it must be 0.
     """
 
     eval_every_n_steps: Natural = dataclasses.field(

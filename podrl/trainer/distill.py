@@ -1,4 +1,4 @@
-"""Objectives with the exact KL of the policy to a teacher, and the program that computes the teacher's scores."""
+"""Objectives with the KL of the policy to a teacher in the loss, and programs that compute the teacher's scores."""
 
 import dataclasses
 import functools
@@ -23,14 +23,14 @@ from podrl.types import Batch, Layout, PyTree, Ratio
 
 @dataclasses.dataclass(frozen=True)
 class TeacherParts:
-    """The parts of an update's programs that change if the loss has the exact KL to a teacher.
+    """The parts of an update's programs that change if the loss has the KL to a teacher.
 
     Attributes:
       step: keyword arguments for `make_train_step`; empty if nothing changes.
       whole: True if the update reads the teacher's parameters; its frozen parameters are then the pair (the policy's
         frozen parameters, the teacher's parameters).
-      score: function that scores the policy's likeliest ids under the teacher once a step, see `make_top_k_fns`; None
-        if the update does not need it.
+      score: function that lists the policy's likeliest ids for a packed mini-batch and scores them under the teacher,
+        see `make_top_k_fns`; None if the update does not need it.
       likely: function that only lists the policy's likeliest ids. An update uses it if the teacher reads other rows
         than the policy; None if the update does not need it.
       score_ids: function that scores the ids of `likely` under the teacher, in the teacher's rows (IdRows); None if the

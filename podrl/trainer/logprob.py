@@ -64,8 +64,8 @@ def token_logprobs(
 
     Logits are computed for one chunk of the vocabulary after another, once forward and once backward, so no more than
     `chunk_elements` of them exist on a device. Just before its use, a chunk of the output matrix is gathered over the
-    mesh axes that split its model dimension. The chunk's gradient is scattered back at once, so no device ever holds
-    the whole matrix.
+    mesh axes that split its model dimension. The chunk's gradient is scattered back at once, so no device holds more
+    than one gathered chunk.
 
     Args:
       params: whole parameter tree; its 'unembed' (D, V) is used, or 'embed' (V, D) if there is no 'unembed'.

@@ -67,7 +67,7 @@ class AdamState(NamedTuple):
     Attributes:
       count: number of updates made.
       mu, nu: first and second moments, trees like the parameters.
-      master: float32 copy of parameters stored in a narrower type; () if all parameters are float32.
+      master: float32 copy of all parameters if some of them are stored in a narrower type; otherwise ().
     """
 
     count: Int[Array, ""]  # pyright: ignore[reportIncompatibleMethodOverride] - the name in checkpoints

@@ -25,7 +25,7 @@ _SHARING_TOKENS = 480
 
 @dataclasses.dataclass(frozen=True)
 class PackShape:
-    """The shape of every packed batch of a run; it never changes, so programs are compiled once.
+    """The shape of packed batches; all batches of a program have one shape, so each program is compiled once.
 
     Attributes:
       micro_batches: largest number of micro-batches that a batch may need, A.
@@ -107,7 +107,7 @@ def pack_shape(
     pieces: bool = False,
     by_sample: bool = False,
 ) -> PackShape:
-    """Chooses the shape of all packed batches of a run from the trainer's settings and the mesh.
+    """Chooses the shape of packed batches from the trainer's settings and the mesh.
 
     Args:
       training: settings that may fix the sizes of rows and micro-batches.

@@ -335,8 +335,8 @@ def place_samples(rollouts: Rollouts, chosen_n: Int[np.ndarray, " n"], shape: Pa
 
     Each piece of a sample is a sequence, and may lie in another row than the sample's other pieces. If `shape.tree` is
     set, the pieces of a group share all tokens with which they begin alike. If `shape.whole` is set, all pieces of a
-    sample lie in one row. They also do so, without shared tokens, if the pieces would otherwise fill more rows than the
-    shape has and every sample fits into a row.
+    sample lie in one row. Without `shape.whole` they lie in one row, and share no tokens, only if the pieces would
+    otherwise fill more rows than the shape has and every sample fits into a row.
 
     Raises:
       ValueError: see `place`; also, a sample that must stay whole is longer than a row.

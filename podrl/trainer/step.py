@@ -88,7 +88,8 @@ def make_update(
     """Builds train_step(state, frozen, batch) -> (state, metrics), jitted; `state` is donated.
 
     Gradients, numerators and denominators of the filled micro-batches are added up and divided once at the end. How
-    sequences are packed, split and sharded therefore does not change the update. The number of filled micro-batches is
+    sequences are packed, split and sharded therefore changes the update by rounding only, except with dropout and with
+    losses that rank the tokens of a micro-batch (`PolicyLoss.batch_dependent`). The number of filled micro-batches is
     an argument of the compiled program, so it may vary without a new compilation.
 
     An update whose gradient or loss is not finite is skipped: parameters and optimizer state keep their values, and

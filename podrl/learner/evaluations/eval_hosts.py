@@ -45,7 +45,7 @@ class EvaluationShares:
         """
         self._pod, self._deadline_s, self._ending = pod, deadline_s, ending
         self._changed = threading.Condition()
-        self._step, self._over = 0, -1  # step of the evaluation; the job's last step, or -1 until it is over
+        self._step, self._over = 0, -1  # step of the evaluation; step that the job reached, -1 until the job is over
         self._hosts: list[int | None] = []  # host of each share, which makes or has made it; None for a free share
         self._scores: dict[int, Message] = {}  # scores by the number of the share
         self._open_requests: dict[int, futures.Future[Message]] = {}  # open requests, by host

@@ -186,11 +186,13 @@ class Dispatcher:
             return {queue.address: queue.sent for queue in self._queues.values()}
 
     def decide(self, step: int) -> None:
-        """Waits until a step's batch has its groups, writes them to the journal, and announces them to all processes.
+        """Waits until a step's batch has its groups, and announces them to all processes.
+
+        With `rollout.clock='wall'` the groups are first written to the journal.
 
         Raises:
           BatchError: the prompts of the batch could not be read.
-          LateError: too few groups had ended within the deadline.
+          LateError: too few groups were ready within the deadline.
           ValueError: a group differs from the journal's record of it.
         """
         end = time.monotonic() + self._deadline_s

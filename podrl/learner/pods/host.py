@@ -27,7 +27,7 @@ from podrl.runtime.watchdog import EXIT_PREEMPTED
 from podrl.types import BatchError, Experience, Policy
 
 _LAST_WORDS_S = 300.0
-_VERDICT_S = 30 * 86400.0  # in effect no limit: trainers may wait for a long evaluation; a lost trainer is noticed
+_VERDICT_S = 30 * 86400.0  # in effect no limit: an evaluation may be long; a lost trainer is noticed by other means
 _log = logging.getLogger("podrl.hosting")
 
 
@@ -154,7 +154,7 @@ class HostRollouts:
             # thread has to make these groups again, and without them the trainers cannot compute the new weights.
             self._cluster.weights.await_version(step)
         self._player.end_window()
-        # Runs after every batch in flight, so that one thread at a time enqueues on the rollout mesh.
+        # Runs on the rollout thread, after the work that waits there, so that one thread at a time launches programs.
         with self._run.watchdog.stage("publish"):
             return self._thread.submit(self._move, step, in_place).result()
 

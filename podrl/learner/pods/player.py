@@ -219,7 +219,7 @@ class HostPlayer:
             self._offer_state(at, part_of(at, group.key), group.part(at).message())
 
     def _play(self, version: int | None) -> None:
-        """Does the work given to `aside`, carries out orders, and plays a version's window until it ends or is closed.
+        """Does the work that waits in `_asides`, carries out orders, and plays a version's window until its end.
 
         A window that is repeated from the journal ends only when its samples have drawn the recorded tokens.
         """
@@ -362,7 +362,8 @@ class HostPlayer:
 
         Args:
           failed: True if this host cannot go on.
-          groups: `ended`, `without_signal` and `drawn`, lists of groups; a list that is left out is empty.
+          groups: `ended` (journal entries), `without_signal` (keys) and `drawn` ([index, submit step, oldest version]);
+            a list that is left out is empty.
         """
         self._quiet = False
         about = {"address": self._pod.channel.address, "orders": self._order_count, "change": self._leases.change}

@@ -37,8 +37,8 @@ _AGAIN_S = 0.05  # pause after a lease has moved, so that the news of its new ho
 class RemoteRollouts:
     """Runs on a trainer host: receives batches from the rollout hosts and sends weights to them.
 
-    Every trainer host runs the same steps in the same order. The leader also tells the rollout hosts at which step they
-    begin, and collects their evaluations.
+    Every trainer host runs the same steps in the same order. The leader also tells each process that joins the step at
+    which it begins, and collects the scores of evaluations.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class RemoteRollouts:
         return self._evaluations.evaluated(wait=wait)
 
     def unsaved(self) -> bool:
-        """True if a checkpoint would have to wait for an evaluation that the rollout hosts will never make."""
+        """True if the newest evaluation has failed, so that a checkpoint now would lose it."""
         return self._evaluations.unsaved()
 
     def _scores(self, name: str, deadline_s: float) -> list[Message]:
