@@ -360,7 +360,8 @@ class Recorder:
         if self._nonfinite >= 3:
             raise ValueError(
                 f"Gradients were not finite in an update of each of the last {self._nonfinite} steps, up to step "
-                f"{step}: lower trainer.learning_rate, set trainer.max_grad_norm, or look at samples.jsonl for degenerate text."
+                f"{step}: lower trainer.learning_rate, set trainer.max_grad_norm, or look at samples.jsonl for "
+                "degenerate text."
             )
 
     def _show(self, step: int, values: Mapping[str, float]) -> None:
