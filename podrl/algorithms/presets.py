@@ -308,6 +308,6 @@ def preset(name: str) -> Preset:
     """
     if name in PRESETS:
         return PRESETS[name]
-    near = difflib.get_close_matches(name, PRESETS, n=3, cutoff=0.4)
+    near = difflib.get_close_matches(name.lower(), PRESETS, n=3, cutoff=0.4)
     hint = f"did you mean {' or '.join(near)}? " if near else ""
     raise ValueError(f"algorithm={name!r} is not known: {hint}There are {', '.join(PRESETS)}.")

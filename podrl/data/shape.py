@@ -234,8 +234,8 @@ def answers(record: Record, place: str, answer_field: str = ANSWER) -> bool:
             raise ValueError("nothing follows '####'")
     except ValueError as error:
         raise ValueError(
-            f"{place}: {answer_field!r} is {repr(value)[:80]} but must be text or a number, or a list of these of "
-            f"which any is right: {error}."
+            f"{place}: {answer_field!r} is {repr(value)[:80]}: {error}. An answer is a text or a number, or a list of "
+            "answers of which each is right."
         ) from None
     return True
 

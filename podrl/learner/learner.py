@@ -323,6 +323,11 @@ class SampleLearner(SavedByRun):
         own = run is None
         if run is None:
             saves = None if checkpoint is None else as_settings(CheckpointConfig, checkpoint, "checkpoint")
+            if training.checkpoint_root_directory is None and not (saves is None and save_every is None):
+                raise ValueError(
+                    "checkpoint and save_every say when to save, but there is no place for checkpoints: set "
+                    "RLTrainingConfig(checkpoint_root_directory=DIR)."
+                )
             run = Run(training.checkpoint_root_directory, config=self._settings(prompts), checkpoint=saves)
         elif checkpoint is not None:
             raise ValueError("run and checkpoint both say when to save: give checkpoint to the run.")

@@ -32,6 +32,7 @@ from podrl.workers.user_objects import spec_at, spec_of
 RewardFn = Callable[..., Sequence[float]]
 _log = logging.getLogger(__name__)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 8.0
+_ARGUMENTS_OF_TRL = ("completion_ids", "prompt_ids", "trainer_state")
 _JUDGE_S = 5.0  # seconds that the judge has after its own deadline to report an error
 # If the error of a function has one of these texts, the function exceeded the limit in this field of reward.limits.
 _LIMITS = {
@@ -299,9 +300,11 @@ class Rewards:
                 lacks = [(place, fields) for place, fields in mine if fields.get(name) is None]
                 if name != "answer" and lacks and (always or name not in fields_of_job):
                     place, fields = lacks[0]
+                    ours = " podrl passes no token ids or trainer state." if name in _ARGUMENTS_OF_TRL else ""
                     raise ValueError(
                         f"{place} has no field {name!r} (it has {', '.join(fields)}), which {function.name} of "
-                        f"{function.key} takes: name a field that the records have, or give the argument a default."
+                        f"{function.key} takes: name a field that the records have, or give the argument a "
+                        f"default.{ours}"
                     )
 
     def warn_of_absent(self, fields_of_job: Collection[str]) -> None:
@@ -357,8 +360,8 @@ class Rewards:
     def try_own(self, prompt: str, place: str, fields: TaskFields) -> None:
         """Tries the user's own functions on two completions of a record, one of them empty.
 
-        A late function or a dead worker raises no error here, because the run calls the function again and then raises
-        an error that says more.
+        A late function or a dead worker is only a warning here, because a first call may take long (to load a model,
+        for example). The run calls the function again, and then raises an error that says more.
 
         Args:
           prompt: the record's prompt as text.
@@ -375,7 +378,13 @@ class Rewards:
                 continue
             try:
                 reply = self._call(function, part, self._config.deadline_s)
-            except (LateWorkerError, DiedError):
+            except LateWorkerError:
+                late = f"did not return within reward.deadline_s={self._config.deadline_s:g}"
+                _log.warning("%s: reward function %s, tried on %s: it %s.", function.key, function.name, place, late)
+                continue
+            except DiedError as error:
+                died = f"its worker ended: {error}"
+                _log.warning("%s: reward function %s, tried on %s: %s", function.key, function.name, place, died)
                 continue
             problem = reply.get("bad")
             if raised := reply.get("raised"):
@@ -384,9 +393,11 @@ class Rewards:
                     "raised " + raised.strip().splitlines()[-1] + "".join(f" ({f}, line {n})" for f, n in lines[-1:])
                 )
             if problem:
+                # TRL passes lists of turns for conversations; code for them indexes the letters of a text.
+                texts = " Completions are texts, not lists of turns." if ": string ind" in problem else ""
                 raise ValueError(
                     f"{function.key}: reward function {function.name}, tried on {place} with the completions '' and "
-                    f"'an answer': it {problem}."
+                    f"'an answer': it {problem}.{texts}"
                 )
 
     def _about(self, what: Literal["needs", "options", "leading"]) -> dict[str, Any]:

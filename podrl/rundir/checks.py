@@ -293,6 +293,8 @@ def _signal(now: LogRecord, past: Past) -> str:
         or average(values) <= NO_SIGNAL
         or past.setting("algo.num_generations", 1) < 2
         or _saturated(now, past)
+        # The advantages of equal rewards are not 0 if they do not compare the samples of a group.
+        or ("loss/samples" in now and not number(now, "loss/left_out/equal_rewards"))
     ):
         return ""
     return f"reward/groups_without_signal is {average(values):.2f} over {WINDOW} steps, more than {NO_SIGNAL}"

@@ -175,7 +175,7 @@ def test_the_id_of_a_trackers_run_is_read_or_refused(tmp_path, caplog):
     for content in (made[:5].encode(), b"\xff\xfe", made.encode() + b"\x00"):
         path.write_bytes(content)
         caplog.clear()
-        assert read_id(path) == "" and "holds no id of a run" in caplog.text
+        assert read_id(path) == "" and "holds no id of a tracked run" in caplog.text
 
 
 def test_events_of_an_earlier_life_that_are_torn_hinder_nothing(tmp_path):

@@ -153,7 +153,7 @@ NO_ANSWERS = ("NaN", "Infinity", "-Infinity", "1e400", "1e-400", "[1, NaN]", "[[
 @pytest.mark.parametrize("answer", NO_ANSWERS)
 def test_what_is_no_answer_is_refused_with_its_line(tmp_path, answer):
     (tmp_path / "a.jsonl").write_text(f'{{"question": "q", "answer": {answer}}}\n')
-    with pytest.raises(ValueError, match=r"a\.jsonl line 1: 'answer' is .* but must be text or a number"):
+    with pytest.raises(ValueError, match=r"a\.jsonl line 1: 'answer' is .*\. An answer is a text or a number"):
         split(DataConfig(path=str(tmp_path / "a.jsonl"), cache=""))
 
 

@@ -101,7 +101,7 @@ def test_several_files_in_the_order_of_their_names(tmp_path):
         (
             "a.jsonl",
             '{"question": "q", "answer": [[1]]}',
-            r"line 1: 'answer' is \[\[1\]\] but must be text or a number",
+            r"line 1: 'answer' is \[\[1\]\]: .* must be text or a number",
         ),
         ("a.jsonl", '{"question": " ", "answer": "1"}', r"line 1: 'question' is ' ' but must be text"),
         ("a.jsonl", '{"question": ["q"], "answer": "1"}', r"line 1: 'question' is \['q'\] but must be text"),

@@ -80,6 +80,11 @@ def exploited(run):
     put(run, "reward/std", 4.0, 1)
 
 
+def signal_is_lost(run):
+    put(run, "reward/groups_without_signal", 0.9, 7)
+    put(run, "loss/left_out/equal_rewards", 57.0, 7)
+
+
 def departs(run):
     put(run, "opd/reverse_kl", 0.3, 1, 9)
     put(run, "opd/reverse_kl", 0.9, 10)
@@ -144,7 +149,7 @@ PLANTED = [
     ),
     ("reward saturated", "grpo", lambda r: put(r, "reward/std", 0.1, 12), 16, "0.1 over 5"),
     ("a reward at the cost of another", "gspo", exploited, 11, "reward/number fell by 1.6"),
-    ("groups without signal", "rloo", lambda r: put(r, "reward/groups_without_signal", 0.9, 7), 11, "0.9"),
+    ("groups without signal", "rloo", signal_is_lost, 11, "0.9"),
     ("nothing trained", "rloo", nothing_trained, 5, "64 equal_rewards, 3 no_tokens"),
     ("answers get longer", "cispo", lambda r: put(r, "completion/length_mean", 48.0, 9), 12, "times"),
     ("answers cut off", "dapo", lambda r: put(r, "completion/truncated", 0.4, 6), 9, "0.32"),

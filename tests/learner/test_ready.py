@@ -63,6 +63,7 @@ def test_a_dry_run_of_what_is_all_there_passes(tmp_path, model):
         ("[0.0]", "returned 1 value for 2 completions"),
         ("['good' for text in completions]", r"returned 'good' \(str\), not a number"),
         ("[1 / len(text) for text in completions]", r"raised ZeroDivisionError: .*mine\.py, line 2"),
+        ("[text[0]['content'] for text in completions]", r"raised .*string ind.* Completions are texts, not lists"),
     ],
 )
 def test_a_reward_function_that_gives_no_rewards_is_found(body, message, tmp_path, capsys):
@@ -70,6 +71,24 @@ def test_a_reward_function_that_gives_no_rewards_is_found(body, message, tmp_pat
     made = values(data=records(tmp_path), reward={"fns": (f"{tmp_path}/mine.py:scored", "number")})
     tried = r"reward\.fns: reward function scored, tried on .*d\.jsonl line 1 with the completions '' and 'an answer'"
     refused(made, f"{tried}: it {message}", capsys)
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [("time.sleep(60)", r"it did not return within reward\.deadline_s=0\.5\."), ("os._exit(3)", "its worker ended")],
+)
+def test_a_dry_run_warns_of_a_reward_function_that_does_not_answer(body, said, tmp_path, caplog):
+    (tmp_path / "mine.py").write_text(f"import os, time\ndef scored(prompts, completions, **fields):\n    {body}\n")
+    fns = (f"{tmp_path}/mine.py:scored", "number")
+    made = values(data=records(tmp_path), reward={"fns": fns, "deadline_s": 0.5})
+    assert job.dry_run(made, "runs/x") == EXIT_DONE
+    assert re.search(rf"reward function scored, tried on .*: {said}", caplog.text)
+
+
+def test_an_argument_of_trls_reward_functions_is_not_a_missing_field(tmp_path, capsys):
+    (tmp_path / "mine.py").write_text("def scored(completions, completion_ids):\n    return [0.0] * len(completions)\n")
+    made = values(data=records(tmp_path), reward={"fns": (f"{tmp_path}/mine.py:scored", "number")})
+    refused(made, r"has no field 'completion_ids' .* podrl passes no token ids", capsys)
 
 
 def test_what_episodes_give_is_no_missing_field_and_tools_of_servers_may_be_named(tmp_path):
