@@ -75,6 +75,8 @@ def test_presets_cannot_be_changed():
 def test_unknown_name_gives_the_nearest():
     with pytest.raises(ValueError, match="algorithm='dap' is not known: did you mean dapo"):
         preset("dap")
+    with pytest.raises(ValueError, match="algorithm='PPO' is not known: did you mean ppo"):
+        preset("PPO")
 
 
 def test_the_documentation_lists_every_preset():

@@ -211,6 +211,17 @@ def test_what_is_planted_is_found_where_it_begins(name, where, change, step, wor
     assert "SECTION" not in said
 
 
+def test_equal_rewards_of_groups_are_no_fault_if_all_samples_are_in_the_loss(tmp_path):
+    """The advantages of `reinforce_pp`, for example, compare a sample with the whole batch."""
+    run = recorded.run("rloo")
+    put(run, "reward/groups_without_signal", 0.9, 1)
+    put(run, "loss/samples", 64.0, 1)
+    for record in run["metrics"]:
+        record.pop("loss/left_out/equal_rewards", None)
+    found = doctor.examine(recorded.write(run, tmp_path / "run"))
+    assert "groups without signal" not in [finding.name for finding in found]
+
+
 def test_every_check_has_a_run_it_is_planted_in():
     of_records = {row.name for row in CHECKS if row.kind != "trace"}  # test_token_checks.py plants the other findings
     assert of_records == {name for name, *_ in PLANTED}

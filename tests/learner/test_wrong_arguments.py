@@ -77,6 +77,13 @@ def test_no_records_are_refused_under_the_name_of_the_argument(cluster):
         learner.train([])
 
 
+@pytest.mark.parametrize("more", [{"checkpoint": {"every": 1}}, {"save_every": 1}])
+def test_checkpoints_without_a_place_are_refused(cluster, more):
+    learner = podrl.GRPOLearner(cluster, podrl.GRPOConfig(num_generations=2), reward_fns="number")
+    with pytest.raises(ValueError, match=r"no place for checkpoints: set RLTrainingConfig\(checkpoint_root_directory"):
+        learner.train(["1 + 1 ="] * 2, prompts_per_step=2, **more)
+
+
 @pytest.mark.parametrize(("name", "why"), [("nope", "is not a built-in reward"), ("no.py:f", "does not exist")])
 def test_a_reward_function_that_is_nowhere_is_refused_when_the_learner_is_made(cluster, name, why):
     with pytest.raises(ValueError, match=rf"^reward_fns='{name}'.*{why}"):

@@ -14,7 +14,8 @@ def test_a_pool_that_does_not_fit_is_refused_with_the_numbers(monkeypatch):
     shape = sizes.engine_shape(config, 2)
     sizes.check_memory(3 << 30, mesh, config, shape)
     with pytest.raises(
-        ValueError, match=r"rollout\.lanes=1000000 needs 4\.0 GiB, but only 3\.0 GiB are free on this machine.*pool_tokens"
+        ValueError,
+        match=r"rollout\.lanes=1000000 needs 4\.0 GiB, but only 3\.0 GiB are free on this machine.*pool_tokens",
     ):
         sizes.check_memory(4 << 30, mesh, config, shape)
     monkeypatch.setattr(sizes, "free_memory", lambda: None)  # a system that does not report its memory
