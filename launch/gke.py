@@ -391,7 +391,7 @@ def main(argv: Sequence[str]) -> int:
         sys.stderr.write(f"launch.gke: {error}\n")
         return 1
     except ModuleNotFoundError as error:
-        sys.stderr.write(f"launch.gke: {error}: pip install pyyaml.\n")
+        sys.stderr.write(f"launch.gke: {error}: 'pip install pyyaml' installs it.\n")
         return 1
     sent = f"{code.described(args.workdir)}\n" if code else ""
     print(sent, _without_secret(args, list(secret["stringData"])), shown, sep="", end="", flush=True)

@@ -139,7 +139,7 @@ def main(argv: Sequence[str]) -> int:
         sys.stderr.write(f"launch.gke_add: {error}\n")
         return 1
     except ModuleNotFoundError as error:
-        sys.stderr.write(f"launch.gke_add: {error}: pip install pyyaml.\n")
+        sys.stderr.write(f"launch.gke_add: {error}: 'pip install pyyaml' installs it.\n")
         return 1
     print(text, end="", flush=True)
     return gke.submit(text, args) if args.apply else 0

@@ -229,7 +229,7 @@ def _expression(pattern: str) -> str:
 
 def sentence(text: str) -> str:
     """Writes another program's error without spaces around it, and with a full stop at its end."""
-    text = text.strip()
+    text = text.strip() or "it printed no reason"
     return text if text.endswith((".", "?", "!")) else f"{text}."
 
 

@@ -88,13 +88,15 @@ COMMON_NAMES = {
     "num_iterations": "grpo.num_iterations",
 }
 
+_OF_GRPO = "in a job of the GRPO family use"
+
 # What to use instead of settings of other systems for which no single key of podrl stands, by shell-style patterns of
 # their names. A name is either here or in `COMMON_NAMES`.
 COMMON_ADVICE = {
-    "seed": "use --config.seed=N for random weights and sampling, in Python RLCluster(seed=N), and "
-    "--config.data.seed=N for the order of the data, in Python GRPOLearner(data_shuffle_seed=N).",
-    "output_dir": "use --workdir=DIR, in Python RLTrainingConfig(checkpoint_root_directory=DIR); the same command or "
-    "script then resumes.",
+    "seed": "use --config.seed=N for random weights and sampling, in Python RLCluster(seed=N) or podrl.run(FILE, "
+    "{'seed': N}), and --config.data.seed=N for the order of the data, in Python GRPOLearner(data_shuffle_seed=N).",
+    "output_dir": "use --workdir=DIR, in Python RLTrainingConfig(checkpoint_root_directory=DIR) or podrl.run(..., "
+    "workdir=DIR); the same command or script then resumes.",
     "report_to": "log.to names trackers, such as --config.log.to=\"('wandb',)\" or podrl.run(FILE, {'log.to': "
     "('wandb',)}). A learner's run writes metrics.jsonl and TensorBoard events into "
     "RLTrainingConfig(checkpoint_root_directory=DIR).",
@@ -111,12 +113,13 @@ COMMON_ADVICE = {
     "remove_unused_columns": "there is nothing to set; reward functions receive all fields of a record by name.",
     "gradient_checkpointing": "trainer.remat says what the backward pass recomputes: 'none', 'dots' or 'full'.",
     "steps_per_generation": "trainer.mini_batch_size is the number of prompts of an update, each with its samples.",
-    "scale_rewards": "use grpo.advantage_scale='std' (TRL's 'group'), 'batch' or 'none'.",
-    "mask_truncated_completions": "use grpo.overlong_filter.",
-    "delta": "use grpo.epsilon_c.",
-    "loss_type": "use grpo.loss_agg_mode and grpo.policy_loss_fn; docs/algorithms.md has both for each loss_type.",
-    "importance_sampling_level": "use grpo.policy_loss_fn='gspo' for the ratio of a whole sequence.",
-    "vllm_importance_sampling_mode": "use grpo.sampler_correction='tis', 'sequence_tis' or 'sequence_mask'.",
+    "scale_rewards": f"{_OF_GRPO} grpo.advantage_scale='std' (TRL's 'group'), 'batch' or 'none'.",
+    "mask_truncated_completions": f"{_OF_GRPO} grpo.overlong_filter.",
+    "delta": f"{_OF_GRPO} grpo.epsilon_c.",
+    "loss_type": f"{_OF_GRPO} grpo.loss_agg_mode and grpo.policy_loss_fn; docs/algorithms.md has both for each "
+    "loss_type.",
+    "importance_sampling_level": f"{_OF_GRPO} grpo.policy_loss_fn='gspo' for the ratio of a whole sequence.",
+    "vllm_importance_sampling_mode": f"{_OF_GRPO} grpo.sampler_correction='tis', 'sequence_tis' or 'sequence_mask'.",
     "use_vllm": "podrl decodes with its own engine, on the mesh of the rollout role; there is nothing to set.",
     "vllm_*": "podrl decodes with its own engine; the settings of the engine are the keys of rollout.",
     "reward_weights": "use reward.weights, in Python GRPOLearner(..., "
@@ -150,7 +153,7 @@ def unknown(name: str, known: typing.Collection[str], advice: Mapping[str, str])
       name: name that the user gave.
       known: the names that are allowed in its place.
       advice: for each shell-style pattern of names of other systems, a sentence that says what to use instead;
-        `COMMON_ADVICE` and `COMMON_NAMES` answer all other names.
+        then `COMMON_ADVICE` and `COMMON_NAMES` are searched, and then the nearest known name is given.
     """
     if sentence := _pattern_advice(name, advice) or _pattern_advice(name, COMMON_ADVICE):
         return f": {sentence}"
@@ -184,7 +187,7 @@ def _called(call: Callable[..., object], args: Sequence[object]) -> str:
 
 
 def known_arguments(call: Call) -> Call:
-    """Decorates a function: an unknown keyword raises a TypeError that suggests a parameter with a similar name."""
+    """Decorates a function: an unknown keyword raises a TypeError that says what to use instead."""
     names = [name for name in inspect.signature(call).parameters if name != "self"]
 
     @functools.wraps(call)
@@ -209,7 +212,7 @@ def refused_arguments(ways: Mapping[str, str]) -> Callable[[Call], Call]:
     def decorate(call: Call) -> Call:
         @functools.wraps(call)
         def checked(*args: object, **kwargs: object) -> object:
-            for name in ways.keys() & kwargs.keys():
+            for name in [name for name in kwargs if name in ways]:
                 # Not `value in (None, False)`, which fails on arrays.
                 if (value := kwargs.pop(name)) is not None and value is not False:
                     raise TypeError(f"{_called(call, args)} has no argument {name!r}: {ways[name]}")
@@ -324,10 +327,18 @@ _FORMER: dict[str, str] = {}
 _REFUSED: dict[str, str] = {}
 
 
-def refused(path: str) -> str:
-    """Returns the sentence that names the replacement of a key, if podrl had this key once or another system has it;
-    '' for all other keys. `path` is the key's dotted path."""
-    return _pattern_advice(path, _REFUSED) or _pattern_advice(path.rpartition(".")[2], COMMON_ADVICE)
+def refused(path: str, *, of_others: bool = True) -> str:
+    """Returns the sentence that names the replacement of a key, if podrl had this key once or another system has it.
+
+    Args:
+      path: the key's dotted path.
+      of_others: False to leave out names of other systems (`COMMON_ADVICE`), for a path whose group does not exist.
+
+    Returns:
+      The sentence; '' for all other keys.
+    """
+    others = _pattern_advice(path.rpartition(".")[2], COMMON_ADVICE) if of_others else ""
+    return _pattern_advice(path, _REFUSED) or others
 
 
 def former(path: str) -> str:

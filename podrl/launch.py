@@ -229,7 +229,7 @@ def _check_overrides(argv: Sequence[str], config: ConfigDict) -> None:
                 where = ".".join(["config", *path.split(".")[:i]])
                 if path in flags.FLAGS:
                     raise ValueError(f"config has no key {key!r}, which is a flag of its own: write --{path}=...")
-                if removed := refused(path):
+                if removed := refused(path, of_others=i == path.count(".")):
                     raise ValueError(f"{where} has no key {key!r}: {removed}")
                 hint = "" if i else other_section(key, config.algorithm)
                 hint = hint or elsewhere(key, config.to_dict(), "config.") or nearest(key, known)

@@ -1,10 +1,13 @@
 """A test that calls os._exit fails; it does not end the process in which other tests wait."""
 
 import os
+import sys
 import threading
 
+import exits
 import pytest
 from exits import exit_only_between_tests
+from waits import until
 
 
 def test_a_call_of_exit_by_a_test_is_an_error_of_the_test():
@@ -25,3 +28,13 @@ def test_a_process_that_a_test_forks_ends_itself(monkeypatch):
     monkeypatch.setattr(os, "getpid", lambda: 1)
     leave(3)
     assert codes == [3]
+
+
+def test_a_test_that_waits_for_the_exit_for_ever_is_ended_after_all(monkeypatch, capsys):
+    monkeypatch.setattr(exits, "_STUCK_S", 0.01)
+    monkeypatch.setattr("sys.__stderr__", sys.stderr)
+    codes = []
+    with pytest.raises(AssertionError):
+        exit_only_between_tests(codes.append)(7)
+    until(lambda: codes == [7], "the exit")
+    assert "called os._exit(7)" in capsys.readouterr().err

@@ -136,3 +136,12 @@ def test_false_passes_where_it_asks_for_nothing():
     assert podrl.GRPOConfig(use_vllm=False, bf16=False, report_to=None) == podrl.GRPOConfig()  # pyright: ignore[reportCallIssue]
     with pytest.raises(ValueError, match=r"GRPOConfig has no field scale_rewards: .*'none'"):
         podrl.GRPOConfig(scale_rewards=False)  # pyright: ignore[reportCallIssue]
+
+
+@pytest.mark.parametrize(
+    ("flag", "answer"),
+    [("dta.seed", "has no key 'dta'.*'data'"), ("confg.seed", "'config'"), ("traner.bf16", "'traner'.*'trainer'")],
+)
+def test_a_misspelt_group_is_named_before_a_name_of_another_system(flag, answer):
+    with pytest.raises(ValueError, match=answer):
+        _check_overrides([f"--config.{flag}=1"], ConfigDict(CONFIG))

@@ -8,6 +8,7 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import grain
 
+from podrl.config import plural
 from podrl.data import sources
 from podrl.data.sources import Source
 from podrl.types import BatchError
@@ -271,8 +272,8 @@ class Stream(Generic[Item]):
             self.too_long[item.part] += 1
         if str(self.skipped).rstrip("0") == "1":  # logs at 1, 10, 100, ... items
             _log.warning(
-                "%d records skipped so far, because they are longer than %d tokens (%s).",
-                *(self.skipped, self._limit.tokens, self._limit.key),
+                "Skipped so far, because longer than %d tokens (%s): %s.",
+                *(self._limit.tokens, self._limit.key, plural(self.skipped, "record")),
             )
 
     def unfit(self, tried: int) -> ValueError:

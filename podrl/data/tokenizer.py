@@ -536,7 +536,7 @@ class _Json:
             self._tokenizer = tokenizers.Tokenizer.from_str(_read_text(path))
         except Exception as error:
             # The library raises plain Exception for any malformed file.
-            raise ValueError(f"{path} is not a tokenizer file: {error}.") from error
+            raise ValueError(f"{path} is not a tokenizer file: {str(error).rstrip('.')}.") from error
         # The file keeps the state of the program that saved it: its truncation, its padding, and the dropout that lets
         # BPE skip merges at random. All of them are switched off.
         self._tokenizer.no_truncation()

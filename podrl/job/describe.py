@@ -127,8 +127,8 @@ def print_plan(
     if not console.quiet:
         for text in doubtful(job, pod=pod is not None):
             console.print(f"Warning: {text}")
-    fewer = fewer_micro_batches(job.trainer, job.pack_shape(on.trainer), job.mini_batch_size)
-    if fewer and not console.quiet and (dry or job.kind.offline):  # GRPO and PPO warn of it themselves
+    warns = not console.quiet and (dry or job.kind.offline)  # GRPO and PPO warn of it themselves
+    if warns and (fewer := fewer_micro_batches(job.trainer, job.pack_shape(on.trainer), job.mini_batch_size)):
         console.print(f"Warning: {fewer}")
     if dry:  # a run itself warns at its start
         for text in no_update_lines(job):

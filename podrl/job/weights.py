@@ -68,9 +68,12 @@ def model_of(job: Job) -> ModelConfig:
     if source.path == SCRATCH:
         vocabulary = source.open_tokenizer(job.tokenizer).vocab_size
         config = job.scratch.model(vocabulary)
-    elif source.path or source.size:
+    elif source.path:
         with named("model.path", source.path):
-            config = read_config(source.directory) if source.path else config_of(source.size)
+            config = read_config(source.directory)
+    elif source.size:
+        with named("model.size", source.size):
+            config = config_of(source.size)
     else:
         raise ValueError(
             "There is no model to plan: set --config.model.path=DIR, or --config.model.size to a published size, "

@@ -394,7 +394,11 @@ class Rewards:
                 )
             if problem:
                 # TRL passes lists of turns for conversations; code for them indexes the letters of a text.
-                texts = " Completions are texts, not lists of turns." if ": string ind" in problem else ""
+                texts = (
+                    " If it indexes a completion: completions are texts, not lists of turns."
+                    if ": string ind" in problem
+                    else ""
+                )
                 raise ValueError(
                     f"{function.key}: reward function {function.name}, tried on {place} with the completions '' and "
                     f"'an answer': it {problem}.{texts}"

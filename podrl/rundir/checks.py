@@ -277,6 +277,10 @@ def _reward_exploited(now: LogRecord, past: Past) -> str:
     return ""
 
 
+# Estimators whose advantages do not compare a sample with its group alone, so that equal rewards may have a signal.
+_BEYOND_GROUPS = ("reinforce_plus_plus", "remax", "gae")
+
+
 @check(
     "groups without signal",
     meaning="all samples of most prompts get the same reward: their advantages are 0 and the work is wasted",
@@ -293,8 +297,8 @@ def _signal(now: LogRecord, past: Past) -> str:
         or average(values) <= NO_SIGNAL
         or past.setting("algo.num_generations", 1) < 2
         or _saturated(now, past)
-        # The advantages of equal rewards are not 0 if they do not compare the samples of a group.
-        or ("loss/samples" in now and not number(now, "loss/left_out/equal_rewards"))
+        or past.section == "ppo"
+        or past.setting("algo.advantage_estimator", "") in _BEYOND_GROUPS
     ):
         return ""
     return f"reward/groups_without_signal is {average(values):.2f} over {WINDOW} steps, more than {NO_SIGNAL}"

@@ -54,7 +54,7 @@ def read(workdir: Place, checkpoints: Place) -> ConfigValues | None:
         try:
             values = json.loads(path.read_bytes())
             if not isinstance(values, dict):
-                raise ValueError(f"it holds a {type(values).__name__}, not an object")
+                raise ValueError(f"it holds a value of type {type(values).__name__}, not an object")
             if is_sealed(values):
                 return unseal(values)
             problem = "carries no checksum"

@@ -47,7 +47,7 @@ class CheckpointRecord:
         try:
             values = json.loads(path.read_bytes())
             if not isinstance(values, dict):
-                raise ValueError(f"it holds a {type(values).__name__}, not an object")
+                raise ValueError(f"it holds a value of type {type(values).__name__}, not an object")
             names = [field.name for field in dataclasses.fields(cls) if field.name != "step"]  # older ones have no step
             if not is_sealed(values) and not set(names) & set(values):
                 return cls(values, None, None, None)

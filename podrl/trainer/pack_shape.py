@@ -174,6 +174,9 @@ def fewer_micro_batches(training: RLTrainingConfig, shape: PackShape, sequences:
     wanted = training.gradient_accumulation_steps or 0
     if wanted <= shape.micro_batches:
         return ""
+    for name in ("train_micro_batch_size", "micro_batch_sequences"):
+        if size := getattr(training, name):
+            return f"trainer.gradient_accumulation_steps={wanted} has no effect beside trainer.{name}={size}."
     return (
         f"trainer.gradient_accumulation_steps={wanted} is more than an update can have here: its {sequences} sequences "
         f"fill at most {shape.micro_batches} x {shape.rows} rows of {shape.tokens} tokens, so there are at most "

@@ -80,11 +80,6 @@ def exploited(run):
     put(run, "reward/std", 4.0, 1)
 
 
-def signal_is_lost(run):
-    put(run, "reward/groups_without_signal", 0.9, 7)
-    put(run, "loss/left_out/equal_rewards", 57.0, 7)
-
-
 def departs(run):
     put(run, "opd/reverse_kl", 0.3, 1, 9)
     put(run, "opd/reverse_kl", 0.9, 10)
@@ -149,7 +144,7 @@ PLANTED = [
     ),
     ("reward saturated", "grpo", lambda r: put(r, "reward/std", 0.1, 12), 16, "0.1 over 5"),
     ("a reward at the cost of another", "gspo", exploited, 11, "reward/number fell by 1.6"),
-    ("groups without signal", "rloo", signal_is_lost, 11, "0.9"),
+    ("groups without signal", "rloo", lambda r: put(r, "reward/groups_without_signal", 0.9, 7), 11, "0.9"),
     ("nothing trained", "rloo", nothing_trained, 5, "64 equal_rewards, 3 no_tokens"),
     ("answers get longer", "cispo", lambda r: put(r, "completion/length_mean", 48.0, 9), 12, "times"),
     ("answers cut off", "dapo", lambda r: put(r, "completion/truncated", 0.4, 6), 9, "0.32"),
@@ -211,15 +206,13 @@ def test_what_is_planted_is_found_where_it_begins(name, where, change, step, wor
     assert "SECTION" not in said
 
 
-def test_equal_rewards_of_groups_are_no_fault_if_all_samples_are_in_the_loss(tmp_path):
-    """The advantages of `reinforce_pp`, for example, compare a sample with the whole batch."""
+@pytest.mark.parametrize(("estimator", "found"), [("grpo", True), ("reinforce_plus_plus", False), ("remax", False)])
+def test_equal_rewards_of_groups_are_a_fault_if_advantages_compare_a_group(estimator, found, tmp_path):
     run = recorded.run("rloo")
     put(run, "reward/groups_without_signal", 0.9, 1)
-    put(run, "loss/samples", 64.0, 1)
-    for record in run["metrics"]:
-        record.pop("loss/left_out/equal_rewards", None)
-    found = doctor.examine(recorded.write(run, tmp_path / "run"))
-    assert "groups without signal" not in [finding.name for finding in found]
+    run["config"]["grpo"]["advantage_estimator"] = estimator
+    names = [finding.name for finding in doctor.examine(recorded.write(run, tmp_path / "run"))]
+    assert ("groups without signal" in names) == found
 
 
 def test_every_check_has_a_run_it_is_planted_in():

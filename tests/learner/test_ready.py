@@ -63,7 +63,7 @@ def test_a_dry_run_of_what_is_all_there_passes(tmp_path, model):
         ("[0.0]", "returned 1 value for 2 completions"),
         ("['good' for text in completions]", r"returned 'good' \(str\), not a number"),
         ("[1 / len(text) for text in completions]", r"raised ZeroDivisionError: .*mine\.py, line 2"),
-        ("[text[0]['content'] for text in completions]", r"raised .*string ind.* Completions are texts, not lists"),
+        ("[text[0]['content'] for text in completions]", r"raised .*string ind.* completions are texts, not lists"),
     ],
 )
 def test_a_reward_function_that_gives_no_rewards_is_found(body, message, tmp_path, capsys):

@@ -75,8 +75,8 @@ def test_pack_shape_follows_the_keys():
 def test_more_micro_batches_than_an_update_can_have_are_said_in_a_sentence():
     mesh = make_mesh("fsdp=4", jax.devices()[:4])
 
-    def said(count, sequences=128):
-        training = _config(gradient_accumulation_steps=count, max_tokens_per_row=100)
+    def said(count, sequences=128, **fields):
+        training = _config(gradient_accumulation_steps=count, max_tokens_per_row=100, **fields)
         return fewer_micro_batches(training, pack_shape(training, mesh, sequences=sequences, max_length=100), sequences)
 
     assert said(None) == said(1) == said(32) == ""  # four devices take a row each
@@ -84,6 +84,8 @@ def test_more_micro_batches_than_an_update_can_have_are_said_in_a_sentence():
         "trainer.gradient_accumulation_steps=1000 is more than an update can have here: its 128 sequences fill at most "
         "32 x 4 rows of 100 tokens, so there are at most 32 micro-batches. The gradient is the same."
     )
+    beside = "trainer.gradient_accumulation_steps=40 has no effect beside trainer.micro_batch_sequences=8."
+    assert said(40, micro_batch_sequences=8) == beside
 
 
 def test_rows_cut_along_time_divide():
