@@ -197,7 +197,8 @@ def _thread_seconds() -> float:
 
 
 def _prefill_only(args: Any, given: int) -> Any:
-    """Returns options of a batch with one sample a prompt, whose prompts are as long as a sample's tool output."""
+    """Returns options for a batch that measures prefill: every sample has a prompt of its own, of `given` + 1 tokens,
+    and draws one token."""
     changes = {"prompts": args.prompts * args.group, "group": 1, "prompt_len": (given + 1, given + 1), "max_new": 1}
     return type(args)(**(vars(args) | changes))
 

@@ -1,8 +1,9 @@
 """GRPO with a search server: questions that a model cannot know, and cited answers. DR-Tulu's task in small.
 
-Default: the checkpoint that comes with podrl (configs/sft_search.py makes it) can search and cite, and mostly guesses.
-The search server, podrl/environments/search_server.py, starts with the job (extra [tools]). The job rewards the
-right number, citations that their documents support, and the format. docs/from-dr-tulu.md has the results.
+Default: the checkpoint that comes with podrl (configs/sft_search.py makes it) can search and cite, but mostly
+guesses the answer without a search. The search server, podrl/environments/search_server.py, starts with the job (extra
+[tools]). The job rewards the right number, citations that their documents support, and the format.
+docs/from-dr-tulu.md has the results.
 
     python -m podrl.launch --config=grpo_search.py
     python -m podrl.launch --config=grpo_search.py --config.env.max_tool_calls=0     # a control: no call is answered

@@ -92,7 +92,7 @@ def waits(x: Any) -> bool:
 
 
 def apart(stacks: Sequence[Stack], *, indexed: bool) -> tuple[list[Stack], list[Stack]]:
-    """Splits traced stacks of layers into the leaves that a scan cuts and the leaves that `fetched_layer` reads.
+    """Splits traced stacks of layers into (leaves that a scan slices by layer, leaves that `fetched_layer` reads).
 
     Args:
       stacks: the leaves of each kind of layer.

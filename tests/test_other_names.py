@@ -76,7 +76,7 @@ PLACES = {
     "podrl.run, overrides": lambda name: podrl.run("grpo_gemma.py", {name: 1}, workdir="never"),
     "podrl.run, overrides of trainer": lambda name: podrl.run("grpo_gemma.py", {f"trainer.{name}": 1}, workdir="never"),
 }
-# Places where podrl has a setting of the same name.
+# (name, place) pairs for which podrl has a setting with TRL's name, so that nothing is refused.
 OWN = {
     ("seed", "--config.rollout.X"),
     ("seed", "--config.X"),

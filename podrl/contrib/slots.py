@@ -47,7 +47,7 @@ class _Slot:
 
     Attributes:
       prompt: the prompt, which other slots may share.
-      pages: pages of the slot alone, with the sampled tokens.
+      pages: pages that only this slot reads; they hold its sampled tokens.
       position: position of the token that the slot feeds to the model next.
       left: number of tokens that the slot may still sample.
     """

@@ -127,7 +127,10 @@ class SampleReport:
         ]
 
     def _groups_of(self, rollouts: Rollouts) -> Sequence[Any]:
-        """Returns the name of every prompt's group, None for a prompt without a group."""
+        """Returns the field `group` of every prompt, which names a set of prompts with metrics of its own.
+
+        None stands for a prompt without the field, and for every prompt if the report has no groups.
+        """
         nobody = [None] * len(rollouts.prompts.length_P)
         return rollouts.prompts.fields.get("group", nobody) if self._groups else nobody
 

@@ -28,8 +28,9 @@ _VMEM_BYTES = 32 << 20
 # A pair of blocks is one number with three parts: the row, the block that stays the same over consecutive steps, and
 # the block that changes with every step. Each block has this many bits.
 _BITS = 10
-# Rows of the array that describes the tokens, and the number of rows (padded to 8). On padding, the row of last
-# segments holds -1: every query's segment is larger, so no query sees padding.
+# Indices on axis X of `bounds_BXT`, which holds each token's segment, the last segment that sees the token, and the
+# token's position; then the size of this axis, padded to 8. On padding, the last segment is -1: every query's segment
+# is larger, so no query sees padding.
 _SEGMENT, _LAST, _POSITION, _BOUNDS = 0, 1, 2, 8
 _BY_FIRST, _BY_LAST = ((0,), (0,)), ((1,), (1,))  # contract the first, or the last, dimension of both operands
 

@@ -206,11 +206,12 @@ def _inline(found: re.Match[str]) -> tuple[str, str]:
 def _blocks(text: str) -> list[tuple[str, str]]:
     """Finds the fenced blocks of Markdown that are not empty, as pairs of language and text.
 
-    As in CommonMark, a block is closed by a fence that is at least as long as the opening fence and is indented by at
-    most 3 more spaces. In a block quote, all lines of a block begin with '>'. A fence with a language opens a block
-    even if the block before is not closed. Code after the language on the line of the fence is the first line of the
-    block. If no line closes a block, the block ends with its first line that ends in a fence. If there is no such line,
-    the block ends where the next block begins or the text ends.
+    A block is closed by a fence of the same character that is at least as long as the opening fence. The closing fence
+    may be indented by at most 3 spaces more than the opening fence (CommonMark: by at most 3 spaces in all). In a block
+    quote, all lines of a block begin with '>'. A fence with a language opens a block even if the block before is not
+    closed. Code after the language on the line of the fence is the first line of the block. If no line closes a block,
+    the block ends with its first line that ends in a fence. If there is no such line, the block ends where the next
+    block begins or the text ends.
     """
     found: list[_Block] = []
     for whole in text.split("\n"):

@@ -166,7 +166,10 @@ class RolloutWorker:
             self._state = self._engine.init_state()
 
     def refresh(self, policy: Policy) -> None:
-        """Makes a generation in progress use new weights from its next dispatch on; tokens record their versions."""
+        """Makes a generation in progress use new weights from its next dispatch on.
+
+        `version_BT` of the samples says which version of the weights sampled each token.
+        """
         self._refreshed = policy
 
     def memory(self, params: PyTree) -> int:

@@ -19,8 +19,8 @@ from podrl.types import Layout, PyTree, Ratio
 class TokenLoss(Protocol):
     """A loss on token log-probabilities: loss and metrics as numerators and denominators.
 
-    `rows` is a dataclass, declared beside the loss, with its other per-token inputs: `layout` and everything else that
-    the loss reads.
+    `rows` holds the loss's inputs other than `logprob_BT` and `entropy_BT`: `layout`, and whatever else the loss reads.
+    It is a dataclass, declared beside the loss.
     """
 
     def __call__(

@@ -217,7 +217,6 @@ def disturbed(
     """
     kills: list[str] = []
     for _ in range(lives):
-        # The kill comes early in a life, because every checkpoint leaves less of the run to do.
         kill = _killed_at_a_time if rng.random() < by_time else _killed_at_a_change
         if whole.calls and rng.random() < 0.5:
             kill = _killed_in_calls
@@ -340,6 +339,7 @@ def _killed_in_calls(variant: str, workdir: pathlib.Path, whole: Whole, rng: ran
 def _killed_at_a_change(
     variant: str, workdir: pathlib.Path, whole: Whole, rng: random.Random
 ) -> tuple[Life, list[str]]:
+    # A life that resumes from a checkpoint makes fewer changes than the undisturbed run, and ends before a late change.
     at = rng.randint(1, max(whole.changes // 2, 1))
     life = Life(variant, workdir, at=at)
     life.end()
@@ -352,6 +352,7 @@ def _killed_at_a_change(
 def _killed_at_a_time(variant: str, workdir: pathlib.Path, whole: Whole, rng: random.Random) -> tuple[Life, list[str]]:
     life, moments = Life(variant, workdir), []
     if life.first_change():
+        # A life that resumes from a checkpoint is shorter than the undisturbed run, and ends before a late kill.
         seconds = rng.uniform(0, 0.7 * whole.seconds)
         with contextlib.suppress(subprocess.TimeoutExpired):
             life.process.wait(seconds)

@@ -59,7 +59,7 @@ def test_lanes_that_others_wait_for_are_given_again_before_the_next_dispatch():
     world.pace.read(8, 0, 0)
     assert world.pace.refills()  # samples that began together end together: no lane is freed for a while, then many
     world.planned = [LANE_S * 2]
-    assert not world.pace.refills()  # planning takes longer than the lanes are worth
+    assert not world.pace.refills()  # planning idles the device for longer than the freed lanes save
     world.planned = [LANE_S / 16]
     for _ in range(8):
         world.pace.read(8, 0, 0)

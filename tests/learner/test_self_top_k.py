@@ -82,7 +82,8 @@ def test_numbers_by_hand_of_two_prompts_with_a_hint_and_without(bench):
     assert isinstance(scores, IdScores) and scores.id_XK.shape == scores.teacher_logprob_XK.shape == (4, K)
     assert scores.number_BT[0, 3:7].tolist() == [0, 1, 2, 0] and scores.number_BT[5, 3:6].tolist() == [0, 3, 0]
     read = HintedBatch.of(short.rollouts).rollouts
-    assert np.argwhere(read.mask_BT).tolist() == [[0, 7], [0, 8], [5, 2]]  # places after hints of 7 and 2 tokens
+    # Positions of the sampled tokens after the teacher's prompts, which have 7 and 2 tokens.
+    assert np.argwhere(read.mask_BT).tolist() == [[0, 7], [0, 8], [5, 2]]
     assert not scores.teacher_logprob_XK[0].any() and (scores.teacher_logprob_XK[1:] < 0).all()
 
 

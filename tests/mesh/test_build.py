@@ -77,7 +77,8 @@ class PathwaysChip(Chip):
 
 
 def test_one_controllers_devices_are_kept_together_by_slice_then_task():
-    # There are two slices of two tasks, each with two chips. Ids and order tell neither slice nor task.
+    # There are two slices of two tasks, each with two chips. Neither the order of the chips' ids nor their order in the
+    # list is an order by slice or by task.
     found = [PathwaysChip(0, i, slice_index=(i // 2) % 2, virtual_task_index=i % 2) for i in (5, 0, 3, 6, 1, 4, 7, 2)]
     mesh = make_mesh("data=2,fsdp=2,tensor=2", found)
     grid = [[[d.id for d in row] for row in plane] for plane in mesh.devices]

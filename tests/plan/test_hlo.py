@@ -147,7 +147,7 @@ ENTRY %main (x: f32[4,8,16], w: f32[4,16,2]) -> f32[4,8,2] {
         # Two products over the lower triangle of 4 x 4 blocks, diagonal included: 10 of 16.
         ("splash_mha_fwd_segmented_residuals", "1,4,4", 2 * 2 * 2 * 8 * 512 * 512 * 64 * 10 / 16),
         ("splash_mha_dkv_segmented_no_residuals", "1,4,4", 2 * 4 * 2 * 8 * 512 * 512 * 64 * 10 / 16),
-        # With a window, the kernel's list has 2 blocks of each row.
+        # With a window, the kernel's list has 2 of the 4 blocks in each row of the grid.
         ("splash_mha_dq_segmented_no_residuals", "1,4,2", 2 * 3 * 2 * 8 * 512 * 512 * 64 / 2),
     ],
 )

@@ -1,4 +1,7 @@
-"""Packing, micro-batches and meshes change no gradient: this proves that float32 differences are only rounding."""
+"""Compares gradients in float64, where packing, micro-batches and meshes change nothing above 1e-12.
+
+So the differences in float32 are only rounding.
+"""
 
 import os
 import pathlib

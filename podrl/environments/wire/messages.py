@@ -1,4 +1,4 @@
-"""The dialect of /v1/messages, Anthropic's: blocks in and blocks out, translated to and from chat completions."""
+"""Translates requests of Anthropic's /v1/messages into chat completions, and answers into content blocks."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
