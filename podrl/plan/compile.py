@@ -1,6 +1,7 @@
 """Compiles one program for its topology and measures its memory and roofline."""
 
 import dataclasses
+import functools
 import hashlib
 import math
 import re
@@ -186,10 +187,10 @@ def _compiled(program: Program, lowered: Any, chip: Chip, quick: bool, started: 
 
 def _host_bytes(shapes: PyTree, shardings: PyTree) -> int:
     """Counts the bytes per chip of the arrays that a program reads from, or writes to, the host's memory."""
-    placed = zip(jax.tree.leaves(shapes), jax.tree.leaves(shardings, is_leaf=lambda x: x is None), strict=True)
+    leaves = functools.partial(jax.tree.leaves, is_leaf=lambda x: x is None)  # a batch may lack some of its arrays
     return sum(
         math.prod(sharding.shard_shape(x.shape)) * x.dtype.itemsize
-        for x, sharding in placed
+        for x, sharding in zip(leaves(shapes), leaves(shardings), strict=True)
         if sharding is not None and sharding.memory_kind == HOST  # None: the program does not read the argument
     )
 

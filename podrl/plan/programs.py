@@ -322,6 +322,9 @@ def weight_move(setting: Setting) -> WeightMove:
 
 def _far(topology: Topology, other: Topology) -> list[JaxDevice]:
     """Lists devices of a topology with ids that no device of `other` has."""
+    if topology.predicted:  # CPU devices, which all topologies count from 0
+        (first,), (count,) = other.shape, topology.shape
+        return jax.devices("cpu")[first : first + count]
     devices = topology.devices(copies=other.slices + 1)
     return devices[-(len(devices) // (other.slices + 1)) :]
 

@@ -127,6 +127,15 @@ def test_programs_of_a_job_on_gpus_are_counted_on_cpu_devices_and_marked_so(gpus
     assert all(word in PREDICTED for word in ("Counted", "Predicted", "compiled for CPU devices"))
 
 
+@pytest.mark.parametrize(("trainer", "rollout"), [("h100:2", "h100:2"), ("h100:2", "h100:1"), ("l4:1", "l4:3")])
+def test_a_job_on_gpus_is_planned_by_the_command(trainer, rollout):
+    command = [sys.executable, "-m", "podrl.plan", "--config=grpo_gemma.py", "--quick"]
+    command += [f"--trainer={trainer}", f"--rollout={rollout}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "XLA_FLAGS": ""})
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "Everything fits." in done.stdout and "compiled for CPU devices" in " ".join(done.stdout.split())
+
+
 @pytest.mark.parametrize(("family", "shared"), [("qwen3_5", False), ("gemma2", True)])
 def test_batches_of_several_pieces_a_sample_are_planned_with_the_arrays_of_a_run(family, shared):
     """Pieces share their beginnings, except in models with linear attention, whose batches have no `last_BT`."""
