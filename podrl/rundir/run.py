@@ -308,10 +308,20 @@ class Run:
         self.checkpoints = self._checkpoints(savers)
 
     def _last_times(self) -> dict[str, float]:
-        """Returns the newest recorded seconds of the stages start-up, restoring and evaluation, by stage."""
+        """Returns the seconds that stages took the last time, by stage; of update and rollout in a start's first step.
+
+        The first step compiles their programs, or reads them from the cache.
+        """
         earlier = read_metrics(self.workdir) if self.workdir is not None and self.leads else []
-        stages = ("start-up", "restoring", "evaluation")
-        return {stage: record[name] for record in earlier for stage in stages if (name := f"time/{stage}") in record}
+        times: dict[str, float] = {}
+        first = False  # True from a start's first record to the record of its first step
+        for record in earlier:
+            first |= "time/start-up" in record
+            is_step = "time/step" in record
+            stages = ("start-up", "restoring", "evaluation", *(("update", "rollout") if first and is_step else ()))
+            times |= {stage: record[name] for stage in stages if (name := f"time/{stage}") in record}
+            first &= not is_step
+        return times
 
     def _release_lock(self) -> None:
         if self._lock is not None:

@@ -9,6 +9,7 @@ import pytest
 
 from podrl.config import build
 from podrl.rundir.metrics import LogConfig, MetricsLog, read_metrics
+from podrl.rundir.run import Run
 
 _QUIET = LogConfig(to=())
 
@@ -87,3 +88,19 @@ def test_former_keys_are_refused_with_what_took_their_place(former, now):
     """A key of earlier versions is refused, even with the value False."""
     with pytest.raises(ValueError, match=rf"config\.log has no key '{next(iter(former))}': .*{now}"):
         build(LogConfig, former, prefix="config.log")
+
+
+def test_a_resumed_run_knows_how_long_a_start_took(tmp_path):
+    """The first step of a start compiles, so its times are kept, not those of later steps."""
+    started = {"time/start-up": 6.0, "time/restoring": 0.5}
+    records = [
+        {"step": 0, **started, "time/evaluation": 4.0},
+        {"step": 1, "time/step": 7.0, "time/update": 6.1, "time/rollout": 0.2},
+        {"step": 2, "time/step": 0.7, "time/update": 0.5, "time/rollout": 0.1},
+        {"step": 3, "time/step": 3.0, "time/update": 2.5, "time/rollout": 0.3, **started, "time/start-up": 2.0},
+        {"step": 4, "time/step": 0.7, "time/update": 0.5, "time/rollout": 0.1},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    with Run(tmp_path, log=LogConfig(to=())) as run:
+        expected = {"start-up": 2.0, "restoring": 0.5, "evaluation": 4.0, "update": 2.5, "rollout": 0.3}
+        assert run.watchdog.expected == expected
