@@ -451,7 +451,7 @@ def test_a_process_that_pauses_at_any_message_until_it_is_given_up_stops_nobody(
         told.append(any("goes on without this process" in text for _, _, text in pods.told))
     if pause is _leader_pauses:  # the number of requests depends on their timing
         assert told
-    else:
+    elif pause is _host_pauses or hosts == 1:  # beside another host, a new host may come when nothing is left to do
         assert len(told) >= 8 and all(told[:8]), told  # after the last step no host is told to end
 
 
