@@ -33,7 +33,7 @@ def test_a_few_records_some_of_them_too_long_train_without_them_and_without_an_e
     args += ["--config.data.eval_fraction=0.0", "--config.eval.samples=2", "--config.trainer.max_steps=3", TWO_DEVICES]
     done = run(tmp_path / "run", *args)
     assert "no evaluation" in done.stderr and "data.eval_fraction" in done.stderr and "Traceback" not in done.stderr
-    assert "skipped" in done.stderr and "longer than 64 tokens" in done.stderr
+    assert "Skipped so far" in done.stderr and "longer than 64 tokens" in done.stderr
     skipped = [record["data/skipped_prompts"] for record in done.records()]
     assert len(skipped) == 3 and skipped == sorted(skipped) and skipped[-1] >= 2, (
         "12 prompts take at least two passes over 6 records, one of which is too long"
