@@ -141,7 +141,7 @@ def keyed_paths(config: DataConfig, key: str = "") -> list[tuple[str, str, str]]
 
     Args:
       config: settings of the data.
-      key: as for `split`.
+      key: name of the configuration's key that the paths come from, as for `split`; '' for data.path or data.sources.
     """
     paths = [("data.eval_path", config.eval_path, "")]
     for single, source in _pairs(config):

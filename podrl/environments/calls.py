@@ -61,7 +61,7 @@ class Call:
     Attributes:
       name: name of the tool; '' if no name can be read.
       arguments: arguments by name; QUERY is the key of the text between tags.
-      problem: what is wrong with how the call is written, as a text for the model; '' if nothing is wrong.
+      problem: text for the model about a fault in how the call is written; '' if there is no fault.
     """
 
     name: str

@@ -254,7 +254,7 @@ class RolloutWorker:
 
         Args:
           prompts, group_size, step, sampling, mode: arguments of `generate`.
-          policy: in mode 'eval', the policy whose version environments read as `Task.step`; not used in mode 'train'.
+          policy: policy whose version environments read as `Task.step` in mode 'eval'; not used in mode 'train'.
           partial: the samples' state when another process stopped playing them; None if they begin here.
 
         Raises:
