@@ -1,7 +1,8 @@
 """GRPO on a Gemma model.
 
-Default: the checkpoint that comes with podrl learns word problems on a CPU machine with 8 faked devices, 4 of them
-training (fsdp=4) and 4 generating (data=4).
+Default: the checkpoint that comes with podrl learns word problems on a CPU machine with 2 faked devices, which train
+(fsdp=2) and generate (data=2) in turn. The variants moe, hybrid and async have 8 faked devices: 4 train (fsdp=4), and
+4 generate (data=4).
 
     python -m podrl.launch --config=grpo_gemma.py
     python -m podrl.launch --config=grpo_gemma.py --config.data.path=gsm8k_train.jsonl --config.model.path=DIR
@@ -44,6 +45,8 @@ def get_config(variant: str = "tiny") -> ConfigDict:
     if variant not in VARIANTS:
         raise ValueError(f"grpo_gemma.py has no variant {variant!r}: use one of {', '.join(VARIANTS)}.")
     config: Any = _tiny()  # a type checker does not know a ConfigDict's keys
+    if variant in ("tiny", "lora"):
+        config.fake_devices, config.roles.colocated = 2, True  # the fastest layout on two cores
     if variant == "lora":
         config.model.lora = ConfigDict({"rank": 16, "alpha": 32.0, "pattern": "q|k|v|o|gate|up|down", "dropout": 0.0})
         config.trainer.learning_rate = 2e-3

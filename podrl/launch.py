@@ -116,7 +116,7 @@ _LOCAL = flags.DEFINE_integer(
 _FAKE = flags.DEFINE_integer(
     "fake_devices",
     None,
-    "Number of CPU devices that each process fakes; by default config.fake_devices is divided among the processes.",
+    "Number of CPU devices that each process fakes; by default its share of config.fake_devices, at least one.",
 )
 _JOIN_S = flags.DEFINE_float(
     "join_s", joining.JOIN_S, "Seconds that processes wait at the start until all processes of the job are there."
@@ -325,13 +325,8 @@ def _hosts_of_pod(argv: Sequence[str], config: ConfigDict, processes: int) -> ro
 
 
 def _share_of_devices(argv: Sequence[str], config: ConfigDict, processes: int) -> int:
-    """Computes the number of CPU devices that each process of a pod on one machine fakes."""
+    """Computes the number of CPU devices that each process of a pod on one machine fakes, at least one."""
     devices = _early(argv, "fake_devices", config.get("fake_devices", 0))
-    if 1 < devices < processes and not any(arg.startswith("--fake_devices=") for arg in argv):
-        raise ValueError(
-            f"--local_processes={processes} share config.fake_devices={devices}, and each needs one: start at most "
-            f"{devices} processes, or give --fake_devices=1, so that each has a device of its own."
-        )
     return _early(argv, "fake_devices", max(devices // processes, 1), prefix="--")
 
 

@@ -31,6 +31,8 @@ CURRICULUM = (
 )
 SMALL = (
     "--config=grpo_gemma.py",
+    "--config.fake_devices=8",
+    "--config.roles.colocated=False",
     "--config.trainer.max_steps=6",
     "--config.checkpoint.every=2",
     "--config.eval.problems=16",

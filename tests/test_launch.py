@@ -116,8 +116,11 @@ def _launch(tmp_path, *args):
 
 
 def test_a_dry_run_of_a_pod_checks_its_hosts_and_starts_none(tmp_path):
+    """Checks the planned roles with eight devices for three hosts, and with two, of which each host then fakes one."""
     pod = ("--config=grpo_gemma.py", "--dry_run", "--topology=split", "--local_processes=3")
-    done = _launch(tmp_path, *pod, "--config.roles.eval.hosts=2")
+    done = _launch(tmp_path, *pod)
+    assert done.returncode == 0 and "Roles of 3 hosts with 1 device each (topology=split)" in done.stdout, done
+    done = _launch(tmp_path, *pod, "--config.roles.eval.hosts=2", "--config.fake_devices=8")
     assert done.returncode == 0, done.stderr
     assert "Roles of 3 hosts with 2 devices each (topology=split)" in done.stdout, done.stdout
     for row in (r"trainer +│ +fsdp=2 │ +2 │", r"rollout +│ +data=2 │ +2 │", r"eval .* host 2 │"):
@@ -136,7 +139,8 @@ def test_a_dry_run_of_a_pod_checks_its_hosts_and_starts_none(tmp_path):
     ],
 )
 def test_a_pod_that_cannot_be_is_refused_in_one_sentence(tmp_path, args, message):
-    done = _launch(tmp_path, "--config=grpo_gemma.py", "--dry_run", "--topology=split", *args)
+    pod = ("--config=grpo_gemma.py", "--dry_run", "--topology=split", "--config.fake_devices=8")
+    done = _launch(tmp_path, *pod, *args)
     assert done.returncode == 1 and message in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
 
 
@@ -158,7 +162,7 @@ def test_a_directory_that_cannot_be_written_is_no_workdir(tmp_path, monkeypatch)
 def test_a_dry_run_prints_roles_and_arithmetic_and_writes_nothing(tmp_path):
     done = _launch(tmp_path, "--config=grpo_gemma.py", "--dry_run", "--config.grpo.num_generations=4")
     assert done.returncode == 0, done.stderr
-    for text in ("trainer", "fsdp=4", "rollout", "data=4", "16 x 4", "advantage:", "token-mean"):
+    for text in ("trainer", "fsdp=2", "rollout", "data=2", "16 x 4", "advantage:", "token-mean"):
         assert text in done.stdout, text
     settings, _, _ = done.stdout.partition("Roles (")
     assert "  grpo.num_generations=4\n" in settings and "grpo.beta" not in settings, "defaults are not listed"

@@ -32,6 +32,11 @@ def doubtful(job: Job, *, pod: bool = False) -> list[str]:
         if changed := [f"{key}={values[key]!r}" for key in keys if values[key] != usual[key]]:
             have = "has" if len(changed) == 1 else "have"
             found.append(f"{', '.join(changed)} {have} no effect: {reason}.")
+    if not pod and job.roles.colocated and not job.kind.offline and job.algo.max_staleness:
+        found.append(
+            f"{job.section}.max_staleness={job.algo.max_staleness} lets generation and training overlap, and with "
+            "roles.colocated=True they wait for each other on the same devices: set roles.colocated=False."
+        )
     return [*found, *_values(job)]
 
 
@@ -46,7 +51,6 @@ def _unread(job: Job, pod: bool) -> dict[str, tuple[str, ...]]:
     samples = not job.kind.offline
     reasons: dict[str, tuple[bool, tuple[str, ...]]] = {
         "the job has one process": (not pod, ("roles.trainer.hosts", "roles.rollout.hosts")),
-        "in a pod every host has one role": (pod, ("roles.colocated",)),
         "the job has no environment (env.environment, env.tools, env.mcp, env.program)": (
             not env.used,
             tuple(f"env.{name}" for name in type(env).__dataclass_fields__ if name not in _NAMES),

@@ -84,7 +84,7 @@ class RolesConfig:
         no time.
       reward: devices of the model of `reward.model`.
       eval: hosts whose evaluations run while training continues.
-      colocated: True if all roles share all devices.
+      colocated: True if, in a job of one process, all roles share all devices; in a pod each host has its own role.
     """
 
     trainer: RoleConfig = RoleConfig()

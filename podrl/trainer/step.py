@@ -24,6 +24,7 @@ TrainStep = Callable[[TrainState, PyTree, Batch[Any]], tuple[TrainState, DeviceM
 ScoreFn = Callable[[PyTree, Batch[Layout]], Float[Array, "A B T"]]
 TokenWeights = Callable[[Array, Any], tuple[Float[Array, "B T"], Float[Array, "B T"]]]
 TokenScoreFn = Callable[[PyTree, Batch[Layout]], tuple[Float[Array, "A B T"], Float[Array, "A B T"]]]
+_SMALL_BYTES = 64 << 20  # bytes of a model's trainable parameters, up to which an update gathers them once
 
 
 def make_train_step(
@@ -346,6 +347,8 @@ def _accumulate(
       placed: tree like `trainable` whose leaves have the shardings of the gradients.
     """
 
+    trainable = _gather_once(trainable, placed, mesh)
+
     def pin(grads: PyTree) -> PyTree:
         if mesh.size == 1:
             return grads
@@ -367,6 +370,25 @@ def _accumulate(
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), scalars)
     start = (pin(jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), trainable)), *zeros)
     return jax.lax.fori_loop(0, batch.micro_batches, body, start)
+
+
+def _gather_once(params: PyTree, placed: PyTree, mesh: Mesh) -> PyTree:
+    """Gathers the parameters of a small model over fsdp, so that not every micro-batch has to gather them again.
+
+    A model is small if its parameters have at most `_SMALL_BYTES`: each device then holds a copy of them during the
+    update. Larger parameters are returned unchanged. The numbers are the same in both cases.
+
+    Args:
+      params: trainable parameters.
+      placed: tree like `params` whose leaves have the parameters' shardings.
+      mesh: devices that hold the parameters.
+    """
+    size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params))
+    if mesh.shape.get("fsdp", 1) == 1 or size > _SMALL_BYTES:
+        return params
+    return jax.tree.map(
+        lambda x, p: jax.lax.with_sharding_constraint(x, rules.whole_along(p.sharding, "fsdp")), params, placed
+    )
 
 
 def _count_per_token(objective: Objective, params: PyTree, batch: Batch[Any], key: PRNGKeyArray) -> Array:

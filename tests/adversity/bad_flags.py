@@ -163,7 +163,6 @@ FLAGS = {
     "local_processes too many": launch(
         ["--local_processes=100000", "--fake_devices=1"], ["--local_processes=100000", "memory", "start at most"]
     ),
-    "local_processes more than devices": launch("--local_processes=9", ["--local_processes=9", "8", "fake_devices"]),
     "local_processes huge": launch("--local_processes=1" + "0" * 30, ["--local_processes=1000"]),
     "fake_devices word": launch("--fake_devices=eight", ["fake_devices", "eight"]),
     "fake_devices negative": launch("--fake_devices=-8", ["fake_devices=-8"]),

@@ -356,8 +356,6 @@ def test_the_copies_of_the_weights_are_counted():
     assert re.search(r"rollout: batched decoding +│", text)
     with pytest.raises(ValueError, match=r"roles\.eval\.hosts='3' .* eval\.problems=0"):
         planned("grpo", roles={"eval": {"hosts": "3"}}, eval={"problems": 0})
-    _, text = planned("grpo", dry=True, pod=split, roles={"colocated": True})
-    assert "roles.colocated=True has no effect: in a pod every host has one role" in text
     # Under LoRA only adapters move. A model of 26 layers is scanned, so a rollout device holds its weights once.
     lora = {"path": "", "size": "gemma2-2b", "lora": {"rank": 4, "pattern": "q"}}
     large, _ = planned("grpo", model=lora, rollout={"data_type": "bfloat16"}, trainer={"max_steps": 1})

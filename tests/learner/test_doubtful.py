@@ -107,10 +107,14 @@ def test_the_configurations_of_podrl_have_no_such_setting(name, algorithm):
     assert doubtful(parse(whole)) == []
 
 
-def test_devices_for_both_roles_are_named_in_a_pod():
-    colocated = job("grpo", roles={"colocated": True})
-    assert doubtful(colocated) == []
-    assert doubtful(colocated, pod=True) == ["roles.colocated=True has no effect: in a pod every host has one role."]
+def test_colocated_roles_cannot_overlap():
+    """Checks that max_staleness beside colocated roles is named, except in a pod, whose hosts have one role each."""
+    colocated = {"roles": {"colocated": True}}
+    assert doubtful(job("grpo", **colocated)) == []
+    async_ = job("grpo", grpo={"max_staleness": 1}, **colocated)
+    (found,) = doubtful(async_)
+    assert found.startswith("grpo.max_staleness=1 lets") and found.endswith("set roles.colocated=False.")
+    assert doubtful(async_, pod=True) == doubtful(job("grpo", grpo={"max_staleness": 1})) == []
 
 
 def test_one_record_is_too_few_but_for_a_game(tmp_path):

@@ -13,6 +13,7 @@ from updates import SAME, assert_same, update
 from podrl.algorithms.policy_loss import KLLossSettings, PolicyLoss
 from podrl.models import LoraConfig, decoder, from_pretrained, parameters
 from podrl.trainer import state as state_lib
+from podrl.trainer import step as step_lib
 from podrl.trainer.objective import CrossEntropy, SupervisedRows
 from podrl.trainer.optimizer import Optimizer
 from podrl.trainer.step import make_logprob_fn
@@ -34,6 +35,26 @@ def test_packing_and_micro_batches_do_not_change_the_update(tiny, mode):
 def test_mesh_does_not_change_the_update(tiny, spec):
     loss = PolicyLoss(KLLossSettings())
     assert_same(update(tiny(spec), loss), update(tiny(), loss, row=20, rows=8))
+
+
+@pytest.mark.parametrize("spec", ["fsdp=4", "data=2,fsdp=2,tensor=2"])
+def test_parameters_are_gathered_once_and_no_bit_changes(tiny, spec, monkeypatch):
+    """Checks that the loop over micro-batches gathers fewer arrays of a small model, with the same update."""
+    loss = PolicyLoss(KLLossSettings())
+
+    def found():
+        case = tiny(spec)
+        text = case.step(loss).lower(*case.state(), case.batch(rows=4)).compile().as_text()
+        in_loop = sum("all-gather" in line and "/while/body/" in line for line in text.splitlines())
+        return in_loop, update(tiny(spec), loss, rows=4)
+
+    once, (change, metrics) = found()
+    monkeypatch.setattr(step_lib, "_SMALL_BYTES", 0)
+    often, (expected, expected_metrics) = found()
+    assert once < often, (once, often)
+    assert metrics == expected_metrics
+    for x, y in zip(jax.tree.leaves(change), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(x, y)
 
 
 def test_gradient_equals_the_naive_one(tiny):
