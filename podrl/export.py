@@ -12,7 +12,9 @@ from podrl.runtime import environment, signals
 
 # This block precedes the slow imports below, so that signals are handled meanwhile, and jax finds the environment set.
 if __name__ == "__main__":
-    signals.leave_on_signals(unwind=False)
+    signals.leave_on_signals(
+        unwind=False, words=lambda: "before the directory was written; the same command starts again."
+    )
     environment.prepare(os.environ, fake_devices=0)
 
 import argparse
@@ -38,6 +40,7 @@ from podrl.models.hf_config import config_to_hf, read_config
 from podrl.rundir import identity
 from podrl.rundir.card import card
 from podrl.runtime.arguments import Parser, as_sentence
+from podrl.runtime.watchdog import announce_if_long
 from podrl.storage import hub
 from podrl.storage.record import CheckpointRecord
 from podrl.storage.storage import Place, StorageError, absolute, check, complete_steps, is_remote, locate
@@ -256,6 +259,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def _report(line: str) -> None:
+    sys.stderr.write(line + "\n")
+
+
 def main(argv: Sequence[str] | None = None) -> str:
     """Exports as the command line says, and returns one line that describes the export.
 
@@ -267,13 +274,15 @@ def main(argv: Sequence[str] | None = None) -> str:
         check(args.workdir, "--workdir")
         if is_remote(args.out):
             raise ValueError(f"--out={args.out}: give a local directory, then copy it to the bucket.")
-        run, step, params = load_run(locate(args.workdir), args.step)
+        with announce_if_long(f"Reading {args.workdir}", _report):
+            run, step, params = load_run(locate(args.workdir), args.step)
         dtype = jnp.dtype(args.dtype)
         out = pathlib.Path(args.out)
-        if args.adapter:
-            peft_files.save_adapters(out, run.config, params, base=str(run.base), dtype=dtype)
-        else:
-            export_params(run.config, params, run.tokenizer, out, dtype=dtype, prompts=run.prompts)
+        with announce_if_long(f"Writing {out}", _report):
+            if args.adapter:
+                peft_files.save_adapters(out, run.config, params, base=str(run.base), dtype=dtype)
+            else:
+                export_params(run.config, params, run.tokenizer, out, dtype=dtype, prompts=run.prompts)
         pushed = ""
         if args.push:
             place = absolute(args.workdir)

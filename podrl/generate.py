@@ -30,6 +30,7 @@ from podrl.environments import config as env
 from podrl.mappings import JsonObject, Record
 from podrl.runtime import environment, signals
 from podrl.runtime.arguments import Parser, add_device_options, add_history_option, as_sentence, check_numbers
+from podrl.runtime.watchdog import announce_if_long
 from podrl.storage import hub, storage
 from podrl.storage.regular import load_object
 from podrl.storage.storage import StorageError, is_remote
@@ -141,31 +142,35 @@ def _report(line: str) -> None:
 def _generate(args: argparse.Namespace) -> int:
     args.model = pathlib.Path(hub.local(args.model))
     _check(args)
-    records = read_prompts(args.prompts, _prompt_settings(args)["question_field"])
-    import jax
-    import jax.numpy as jnp
+    with announce_if_long(f"Reading {args.prompts}", _report):
+        records = read_prompts(args.prompts, _prompt_settings(args)["question_field"])
+    with announce_if_long("Loading modules", _report):
+        import jax
+        import jax.numpy as jnp
 
-    from podrl.data.tokenizer import Tokenizer
-    from podrl.engine.config import RolloutConfig
-    from podrl.learner.run_environments import offered_tools
-    from podrl.mesh.build import make_decoding_mesh
-    from podrl.models import hf_load
-    from podrl.models.pretrained import check_positions, check_vocab
-    from podrl.rollout.worker import RolloutWorker
-    from podrl.types import Policy
+        from podrl.data.tokenizer import Tokenizer
+        from podrl.engine.config import RolloutConfig
+        from podrl.learner.run_environments import offered_tools
+        from podrl.mesh.build import make_decoding_mesh
+        from podrl.models import hf_load
+        from podrl.models.pretrained import check_positions, check_vocab
+        from podrl.rollout.worker import RolloutWorker
+        from podrl.types import Policy
 
     sampling = _sampling(args)
     mesh = make_decoding_mesh(args.mesh, jax.local_devices(), key="--mesh")
     dtype = jnp.dtype(args.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16"))
     environment = _environment(args)
     tokenizer = Tokenizer.load(args.model, tools=offered_tools(environment, Limits()))
-    rows = _tokenise(records, tokenizer, args)
+    with announce_if_long("Tokenising the prompts", _report):
+        rows = _tokenise(records, tokenizer, args)
     output = OutputFile(args.out, _settings(args, records, tokenizer.tools_digest), args.n)
     left = [index for index in range(len(records)) if index not in output.done]
     if output.done:
         _report(f"{output.partial} holds {len(output.done)} of {plural(len(records), 'prompt')}; going on from there.")
     if left:
-        model, params = hf_load.load(args.model, mesh, dtype)
+        with announce_if_long(f"Reading the weights in {args.model}", _report):
+            model, params = hf_load.load(args.model, mesh, dtype)
         longest, new = max(map(len, rows)), args.max_response or args.max_new
         check_vocab(model, tokenizer.vocab_size)
         check_positions(model, longest, longest + new, lower="shorten the longest prompt.")
@@ -508,5 +513,7 @@ def _write(stream: Iterator[Any], records: sources.Records, wanted: Sequence[int
 
 
 if __name__ == "__main__":
-    signals.leave_on_signals(unwind=False)
+    signals.leave_on_signals(
+        unwind=False, words=lambda: "before all prompts were complete; the same command goes on with the others."
+    )
     sys.exit(main(sys.argv[1:]))

@@ -46,7 +46,14 @@ from podrl.runtime.arguments import as_sentence
 from podrl.runtime.channel import ChannelError
 from podrl.runtime.pod import Pod
 from podrl.runtime.service import ServiceError
-from podrl.runtime.watchdog import EXIT_DONE, EXIT_INFRASTRUCTURE, EXIT_PREEMPTED, EXIT_USER, stacks_on_signal
+from podrl.runtime.watchdog import (
+    EXIT_DONE,
+    EXIT_INFRASTRUCTURE,
+    EXIT_PREEMPTED,
+    EXIT_USER,
+    announce_if_long,
+    stacks_on_signal,
+)
 from podrl.storage.storage import StorageError, disk_trouble, is_remote
 
 _PEER_LOSS_S = 8.0  # seconds to wait after a failed collective, because other processes may notice a dead process later
@@ -491,7 +498,9 @@ def _run(argv: Sequence[str], joined: list[Pod]) -> int:
         signals.leave_on_signals(unwind=True)  # jax's cluster has installed a handler of its own
     elif not dry:
         joining.hosts_of(cluster, *_hosts(rest, config))  # refuses lists of hosts in a job of one host
-    from podrl.job import job  # after the environment is prepared: this imports jax
+    silent = dry or not all(pod.leads for pod in joined)
+    with announce_if_long("Loading modules", (lambda line: None) if silent else functools.partial(print, flush=True)):
+        from podrl.job import job  # after the environment is prepared: this imports jax
 
     values, extra = resolve(config, rest)
     _refuse_arguments(extra)

@@ -28,6 +28,7 @@ from podrl.environments.wire.requests import Answer, AnswerPart, ParsedRequest, 
 from podrl.runtime import environment, signals
 from podrl.runtime.arguments import Parser, add_device_options, add_history_option, as_sentence, check_numbers
 from podrl.runtime.service import ServiceError
+from podrl.runtime.watchdog import announce_if_long
 from podrl.storage import hub
 from podrl.storage.storage import StorageError, locate
 from podrl.workers.process import Loop, Process
@@ -311,7 +312,8 @@ def _load(args: argparse.Namespace, devices: Sequence[Any] | None = None) -> tup
 
     mesh = make_decoding_mesh(args.mesh, devices or jax.local_devices(), key="--mesh")
     dtype = jnp.dtype(args.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16"))
-    model, params, directory = _load_model(args.model, mesh, dtype)
+    with announce_if_long(f"Reading the weights in {args.model}", _write_line):
+        model, params, directory = _load_model(args.model, mesh, dtype)
     tokenizer = Tokenizer.load(directory)
     check_vocab(model, tokenizer.vocab_size)
     context = min(model.max_length, _CONTEXT) if args.context is None else args.context
@@ -362,5 +364,5 @@ def _load_model(name: str, mesh: Any, dtype: Any) -> tuple[Any, Any, Any]:
 
 
 if __name__ == "__main__":
-    signals.leave_on_signals(unwind=False)
+    signals.leave_on_signals(unwind=False, words=lambda: "before the model was ready; the same command starts again.")
     sys.exit(main(sys.argv[1:]))

@@ -228,10 +228,10 @@ def run(
     values = _pinned(values, workdir, pod)
     tools = tools_of_prompts(values, pod)
     log = make_console(quiet=pod is not None and not pod.leads).print
-    with announce_if_long("Reading the configuration, and the data for its longest prompt ...", log):
+    with announce_if_long("Reading the configuration, and the data for its longest prompt", log):
         job = parse(with_prompt_length(values, tools))
     check_models(job, _loads(pod))
-    with announce_if_long("Reading the files that the job names ...", log):
+    with announce_if_long("Reading the files that the job names", log):
         files = alike.facts(job)
     if pod is not None:
         alike.check_files(files, pod, 4 * job.log.stall_s)
@@ -241,16 +241,16 @@ def run(
     # Code that cannot be loaded, a record that cannot be rendered, or a misspelt reward fails before models are loaded.
     # If prompts name tools, tools_of_prompts has loaded the environments already.
     if _generates(pod) and not asks_template(environment_config(job.env)):
-        with announce_if_long("Loading the environments and tools ...", log):
+        with announce_if_long("Loading the environments and tools", log):
             check_environments(job, secrets=True)
     tokenizer = job.model.open_tokenizer(job.tokenizer, tools)
     check_fit(job, tokenizer)
-    with announce_if_long("Checking the records of the data ...", log):
+    with announce_if_long("Checking the records of the data", log):
         if role == TRAINER:
             check_records(job, tokenizer)
     if not job.kind.offline:
         others = {REWARD_NAME: job.env.reward_weight} if job.env.used else {}
-        with announce_if_long("Trying the reward functions ...", log), Rewards(job.reward, others) as rewards:
+        with announce_if_long("Trying the reward functions", log), Rewards(job.reward, others) as rewards:
             check_rewards(job, rewards, tokenizer)
     with _open_run(job, workdir, pod, command) as current:
         current.profiler = Profiler(workdir, pod.name if pod else "trainer 0", steps)

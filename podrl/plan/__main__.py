@@ -27,6 +27,7 @@ from podrl.mappings import ConfigValues
 from podrl.plan import chips
 from podrl.runtime import signals
 from podrl.runtime.arguments import as_sentence
+from podrl.runtime.watchdog import announce_if_long
 
 if TYPE_CHECKING:
     import numpy as np
@@ -56,6 +57,7 @@ _OWN = ("trainer", "rollout", "search", "quick", "json", "completion", "price", 
 _FACTOR = flags.DEFINE_float(
     "factor", 2.5, "Assumed ratio of a step's time to its roofline, for the hours and cost of the job."
 )
+_leads: dict[str, str] = {}  # each side's best trial so far of this process's search
 
 
 def make_report(values: ConfigValues, *, log: Callable[[str], None] | None = None) -> "PlanReport":
@@ -111,13 +113,14 @@ def make_report(values: ConfigValues, *, log: Callable[[str], None] | None = Non
     setting = programs.Setting(job, trainer, rollout, completion)
     searched, chosen, known = [], [], {}
     if _SEARCH.value:
-        found, searched = variants.search(setting, log=log, known=known)
+        found, searched = variants.search(setting, log=log, known=known, leads=_leads)
         chosen, setting = variants.differences(setting, found), found
     measured = []
 
     def measure_all(side: Sequence[programs.Program], chip: chips.Chip) -> None:
         for program in side:
-            measured.append(measure(program, chip, quick=_QUICK.value and not trainer.predicted, known=known))
+            with announce_if_long(f"{program.name}: compiling", log):
+                measured.append(measure(program, chip, quick=_QUICK.value and not trainer.predicted, known=known))
             log(f"{program.name}: compiled in {measured[-1].compile_s:.1f} s")
 
     # All programs are made before the first is compiled, so that sizes that contradict each other are refused at once.
@@ -182,6 +185,12 @@ def _topologies(trainer: str, rollout: str) -> tuple[chips.Topology, chips.Topol
     return first, second
 
 
+def _unfinished() -> str:
+    """Says, when a signal ends the command, what a search has found so far."""
+    found = "".join(f" Best so far of the {side}: {words}." for side, words in list(_leads.items()))
+    return f"before the plan was complete.{found}"
+
+
 def _run(argv: Sequence[str]) -> int:
     if {"--help", "--helpfull", "-h"} & set(argv):
         sys.stdout.write(f"{__doc__}\n{flags.FLAGS.main_module_help()}\n")
@@ -213,7 +222,7 @@ def _run(argv: Sequence[str]) -> int:
 
 def main() -> None:
     """Runs the command; user errors end it with one line and exit code 1."""
-    signals.leave_on_signals(unwind=False)
+    signals.leave_on_signals(unwind=False, words=_unfinished)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
         code = _run(sys.argv)

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 
 from podrl.mesh.chips import GIB
 from podrl.mesh.rules import batch_shards
@@ -18,6 +18,7 @@ from podrl.plan.programs import (
     weight_move,
 )
 from podrl.plan.training import planned_rows, training_programs
+from podrl.runtime.watchdog import announce_if_long
 
 _STRONGER = {"none": "dots", "dots": "full", "full": "full", "offload": "full"}
 _OF_A_STEP = ("trainer.remat=", "trainer.micro_batch_sequences=")
@@ -198,7 +199,11 @@ def _sequences(setting: Setting, rows: int) -> int:
 
 
 def search(
-    setting: Setting, *, log: Callable[[str], None], known: CompileCache | None = None
+    setting: Setting,
+    *,
+    log: Callable[[str], None],
+    known: CompileCache | None = None,
+    leads: MutableMapping[str, str] | None = None,
 ) -> tuple[Setting, list[Trial]]:
     """Searches for the fastest meshes, micro-batches and remat policies that fit, by quick compiles.
 
@@ -211,6 +216,7 @@ def search(
       setting: the job and its topologies.
       log: function that is called with the largest possible number of trials, then with a line per trial.
       known: measurements so far, see `podrl.plan.compile.measure`.
+      leads: mapping to which the search writes each side's best trial so far, as text.
 
     Returns:
       (the setting with the best trial of each side, all trials). A side without a trial that fits keeps its settings.
@@ -224,7 +230,7 @@ def search(
     if counted := _counted_best(setting, sides[TRAINER]):
         log(f"search: {counted}")
     trials: list[Trial] = []
-    best = setting
+    best, leads = setting, {} if leads is None else leads
     for side in sides:
         # The rollout's candidates are made after the trainer's search, because their weights come from the trainer's
         # new mesh.
@@ -234,7 +240,7 @@ def search(
         # By mesh: index of the micro-batch that fitted with the previous policy. The previous policy needs less memory
         # than this one, so no larger micro-batch can fit now.
         reached: dict[str, int] = {}
-        left, leads = most[side], "nothing fits yet"
+        left = most[side]
         for group in groups:
             left -= len(group.variants)
             start = 0 if group.last else reached.get(group.mesh, 0)
@@ -247,15 +253,16 @@ def search(
                 continue
             reached[group.mesh] = len(group.variants)
             for index, variant in enumerate(group.variants[start:], start):
-                trial = _total(side, variant, known)
+                with announce_if_long(f"{side}: {' '.join(variant.keys)}: compiling", log):
+                    trial = _total(side, variant, known)
                 trials.append(trial)
                 verdict = f"{trial.seconds:.3g} s" if trial.fits else shortfall(trial)
                 rest = left if trial.fits else left + len(group.variants) - 1 - index
                 if trial.fits and (not found or trial.seconds < min(pair[0] for pair in found)):
-                    leads = f"{trial.seconds:.3g} s with {' '.join(trial.keys)}"
+                    leads[side] = f"{trial.seconds:.3g} s with {' '.join(trial.keys)}"
                 log(
                     f"{side}: {' '.join(trial.keys)}: peak {trial.peak / GIB:.2f} GiB ({trial.program}), {verdict}; "
-                    f"at most {rest} trials left; best so far: {leads}"
+                    f"at most {rest} trials left; best so far: {leads.get(side, 'nothing fits yet')}"
                 )
                 if trial.fits:
                     found.append((trial.seconds, variant.setting))

@@ -1,5 +1,6 @@
 """RolloutWorker: samples completions of prompts from a policy."""
 
+import contextlib
 import dataclasses
 import logging
 import time
@@ -28,6 +29,7 @@ from podrl.rollout.episodes import EnvironmentClient, Episode, EpisodePlayer, Ro
 from podrl.rollout.partial import PartialBatch
 from podrl.rollout.players import Chosen, PlainPlayer, Player, play
 from podrl.rollout.rows import SampleLengths, collect
+from podrl.runtime.watchdog import announce_if_long
 from podrl.types import DRAWN, BatchError, Mode, Policy, Prompts, PyTree, Rollouts
 
 FAILED_SHARE = 0.1  # largest share of a call's samples that may fail before the call fails
@@ -64,17 +66,19 @@ class FinishedSample:
 
 
 class _Compiles:
-    """Counts compilations in this process."""
+    """Counts programs in this process: all of them, and those of them that were read from jax's compilation cache."""
 
     total = 0
+    read = 0
 
     @classmethod
     def listen(cls, event: str, *_, **__) -> None:
-        if event == "/jax/core/compile/backend_compile_duration":
-            cls.total += 1
+        cls.total += event == "/jax/core/compile/backend_compile_duration"
+        cls.read += event == "/jax/compilation_cache/cache_hits"
 
 
 jax.monitoring.register_event_duration_secs_listener(_Compiles.listen)
+jax.monitoring.register_event_listener(_Compiles.listen)
 
 
 class RolloutWorker:
@@ -142,14 +146,22 @@ class RolloutWorker:
 
         Args:
           params: weights as in `Policy.params`.
-          progress: function that is called with one line of text before each program.
+          progress: function that is called with one line of text before each program, while a program takes long, and
+            at the end.
         """
         log, started = progress or (lambda line: None), time.perf_counter()
+        total, read = _Compiles.total, _Compiles.read
+        with contextlib.ExitStack() as program:
 
-        def note(words: str) -> None:
-            log(f"rollout: compiling {words} ({time.perf_counter() - started:.1f} s)")
+            def note(words: str) -> None:
+                program.close()
+                log(f"rollout: preparing program {words} ({time.perf_counter() - started:.1f} s)")
+                program.enter_context(announce_if_long(f"rollout: preparing program {words}", log))
 
-        self._state = compile_all(self._get_engine(params), params, self._take_state, note)
+            self._state = compile_all(self._get_engine(params), params, self._take_state, note)
+        read = _Compiles.read - read
+        compiled = _Compiles.total - total - read
+        log(f"rollout: ready after {time.perf_counter() - started:.1f} s ({compiled} compiled, {read} from the cache)")
 
     def sleep(self) -> None:
         """Frees the pools until `wake` or the next call, and keeps the compiled programs."""

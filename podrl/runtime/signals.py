@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType
 
 NUMBERS = (signal.SIGTERM, signal.SIGINT)
@@ -30,13 +31,21 @@ def exit_code(number: int) -> int:
     return 130 if number == signal.SIGINT else 75
 
 
-def sentence(number: int) -> str:
-    """Returns the sentence that a process prints when a signal ends it before it had anything to save."""
-    name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-    return f"{name} before there was anything new to save; the same command starts again, or resumes the run."
+def _of_run() -> str:
+    return "before there was anything new to save; the same command starts again, or resumes the run."
 
 
-def leave_on_signals(*, unwind: bool) -> None:
+def sentence(number: int, words: Callable[[], str] = _of_run) -> str:
+    """Returns the sentence that a process prints when a signal ends it before it had anything to save.
+
+    Args:
+      number: number of the signal.
+      words: function that returns the sentence without its first word, which is the signal's name.
+    """
+    return f"{'Ctrl-C' if number == signal.SIGINT else signal.Signals(number).name} {words()}"
+
+
+def leave_on_signals(*, unwind: bool, words: Callable[[], str] = _of_run) -> None:
     """Makes SIGTERM and Ctrl-C end this process, with a sentence and `exit_code`.
 
     Call this function again to restore the handlers if a library may have replaced them.
@@ -44,9 +53,11 @@ def leave_on_signals(*, unwind: bool) -> None:
     Args:
       unwind: True to raise `StoppedError` in the main thread, so that open files and sockets are closed; if this takes
         more than 10 s, the process exits anyway. False to exit at once.
+      words: function that returns the rest of the sentence that begins with the signal's name; it may be called in
+        another thread. By default the sentence is about a training run.
     """
-    global _unwinds
-    _unwinds = unwind
+    global _unwinds, _words
+    _unwinds, _words = unwind, words
     for number in NUMBERS:
         signal.signal(number, _on_signal)
     if _watcher is None:
@@ -72,6 +83,7 @@ def leaves(number: int = signal.SIGTERM) -> bool:
 
 
 _unwinds = False
+_words: Callable[[], str] = _of_run
 _raised: int | None = None  # the signal of the last StoppedError
 _watcher: threading.Thread | None = None
 
@@ -106,7 +118,7 @@ def _watch() -> None:
 def _leave(number: int) -> None:
     path = sys.argv[0].removesuffix("/__main__.py").removesuffix(".py") if sys.argv else ""
     program = os.path.basename(path)
-    text = f"\npodrl{f'.{program}' if program not in ('', 'launch', '-m') else ''}: {sentence(number)}\n"
+    text = f"\npodrl{f'.{program}' if program not in ('', 'launch', '-m') else ''}: {sentence(number, _words)}\n"
     try:
         os.write(2, text.encode())
     finally:

@@ -2,6 +2,7 @@
 
 import contextlib
 import faulthandler
+import itertools
 import os
 import signal
 import sys
@@ -9,16 +10,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 
-_SILENCE_S = 3.0  # a stage that takes longer than this is explained to the user
+_TOLD_AT_S = (3.0, 10.0, 30.0)  # ages at which a slow stage is explained to the user; then once every minute
 # Explanations of stages that may take longer, above all the first time; other stages are explained by their names.
 _DOES = {
-    "start-up": "loading the models and compiling the rollout's programs",
+    "start-up": "loading the models, and preparing the rollout's programs",
     "restoring": "reading the newest checkpoint",
     "data": "drawing the next prompts",
     "metrics": "waiting for the numbers of the step",
-    "evaluation": "sampling answers to the held-out records and scoring them; the first time compiles",
-    "rollout": "sampling the batch and scoring it; the first time compiles",
-    "update": "updating the weights; the first time compiles",
+    "evaluation": "sampling answers to the held-out records and scoring them; the first time prepares programs",
+    "rollout": "sampling the batch and scoring it; the first time prepares programs",
+    "update": "updating the weights; the first time prepares programs",
     "publish": "moving the weights to the rollout's devices",
     "checkpoint": "saving a checkpoint",
     "copying to the bucket": "copying the run's files to the bucket",
@@ -27,16 +28,40 @@ _DOES = {
 EXIT_DONE, EXIT_USER, EXIT_INFRASTRUCTURE, EXIT_PREEMPTED = 0, 1, 42, 75
 
 
+def _ages() -> Iterator[float]:
+    """Yields the ages of a stage, in seconds, at which the user is told about it."""
+    return itertools.chain(_TOLD_AT_S, itertools.count(60.0, 60.0))
+
+
 @contextlib.contextmanager
 def announce_if_long(text: str, log: Callable[[str], None]) -> Iterator[None]:
-    """Calls `log(text)` if the `with` block takes more than 3 s; for stages before the run has a watchdog."""
-    timer = threading.Timer(_SILENCE_S, log, (text,))
-    timer.daemon = True
-    timer.start()
+    """Calls `log` with `text` and its seconds while the `with` block takes long; for stages without a watchdog.
+
+    Args:
+      text: the work of the block.
+      log: function that prints a line; it is called in another thread after 3, 10, 30 and 60 s, then every minute.
+    """
+    ended, started = threading.Event(), time.monotonic()
+    arguments = (text, log, lambda age: ended.wait(max(started + age - time.monotonic(), 0.0)))
+    thread = threading.Thread(target=announce, args=arguments, name="podrl-announces", daemon=True)
+    thread.start()
     try:
         yield
     finally:
-        timer.cancel()
+        ended.set()
+        thread.join()  # no line comes after the block
+
+
+def announce(text: str, log: Callable[[str], None], ends_before: Callable[[float], bool]) -> None:
+    """Calls `log` at each age of a piece of work at which the user is told about it.
+
+    Args:
+      text: the work.
+      log: function that prints a line.
+      ends_before: function that waits until the work has the given age, in seconds; True if the work ended before.
+    """
+    for age in itertools.takewhile(lambda age: not ends_before(age), _ages()):
+        log(f"{text} ({age:.0f} s so far) ...")
 
 
 def stacks_on_signal() -> None:
@@ -54,7 +79,8 @@ class Watchdog:
     After `stall_s` seconds in one stage it prints the stage, its age and all stacks to stderr, once per stage. After
     four times as long it ends the process with code 42 (infrastructure: restart me), because nothing else would end it.
     If a stage waits for another process, the watchdog says so after a tenth of `stall_s`. The first time that a stage
-    takes more than 3 s, the watchdog explains the stage. SIGUSR1 prints the stacks at any time.
+    takes more than 3 s, the watchdog explains the stage, and repeats this after 10, 30 and 60 s and then every minute.
+    SIGUSR1 prints the stacks at any time.
 
     Attributes:
       wait_sources: functions that describe the waits of this process as text, or return '' if there is no wait; the
@@ -75,7 +101,7 @@ class Watchdog:
         self.last_words: Callable[[], str] = lambda: ""
         self.log: Callable[[str], None] | None = None
         self.expected: Mapping[str, float] = {}
-        self._announced: set[str] = set()
+        self._announced: dict[str, tuple[float, int]] = {}  # start and number of lines of each explained stage, by name
         self.informs = True
         self.on_stage_end: Callable[[str, float, float], None] = lambda name, started, ended: None
         self._closed = threading.Event()
@@ -117,16 +143,18 @@ class Watchdog:
         return f" (it waits for {text})" if text else ""
 
     def announce_long(self, stage: tuple[str, float], now: float) -> None:
-        """Prints one line about a stage that has taken more than 3 s: the work it does, and its duration so far.
+        """Prints a line about a slow stage: the work it does, and its duration so far.
 
         Args:
           stage: name of the stage, and the time at which it began (`time.monotonic`).
           now: present time of the same clock.
         """
         name, started = stage
-        if self.log is None or name in self._announced or now - started <= _SILENCE_S:
+        first, lines = self._announced.get(name, (started, 0))
+        due = sum(1 for _ in itertools.takewhile(lambda age: age < now - started, _ages()))
+        if self.log is None or started != first or due <= lines:
             return
-        self._announced.add(name)
+        self._announced[name] = (started, due)
         last = f", {self.expected[name]:.0f} s the last time" if name in self.expected else ""
         self.log(f"{name}: {_DOES.get(name, 'at work')} ({now - started:.0f} s so far{last}) ...")
 

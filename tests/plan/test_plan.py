@@ -9,6 +9,7 @@ import math
 import os
 import pathlib
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -30,6 +31,7 @@ from podrl.models.hf_config import read_config
 from podrl.models.parameters import param_specs
 from podrl.models.sizes import expert_parameter_count, parameter_count
 from podrl.offload import on_host, to_devices
+from podrl.plan import __main__ as plan
 from podrl.plan import variants
 from podrl.plan.__main__ import _topologies, command_of
 from podrl.plan.bounds import _forward, least_bytes, least_trainer_seconds
@@ -52,6 +54,7 @@ from podrl.plan.variants import (
     shortfall,
 )
 from podrl.rundir.console import make_console
+from podrl.runtime import signals
 from podrl.view.runs import RunFiles
 
 FIXTURES = pathlib.Path(__file__).parents[1] / "models" / "fixtures"
@@ -258,7 +261,7 @@ def test_a_search_says_its_best_from_the_start_and_keeps_to_the_keys_of_the_conf
     monkeypatch.setattr(variants, "_total", total)
     for key, value in (("train_micro_batch_size", 1), ("micro_batch_sequences", 8)):
         setting = _setting(monkeypatch, "v5p:2x2x2", **job, trainer={key: value, "remat": "full"})
-        found, _ = variants.search(setting, log=said.append)
+        found, _ = variants.search(setting, log=said.append, leads=plan._leads)
         changed = [one for one in differences(setting, found) if "micro" in one or "None" in one]
         assert all(one.startswith(f"trainer.{key}=") for one in changed), changed
         assert found.job.pack_shape(found.trainer_mesh()).micro_batches >= 1
@@ -268,6 +271,12 @@ def test_a_search_says_its_best_from_the_start_and_keeps_to_the_keys_of_the_conf
     tried = [line for line in said if line.startswith("trainer: roles.")]
     bests = [re.search(r"best so far: ([\d.]+) s with roles\.trainer\.mesh=", line) for line in tried]
     assert all(bests) and float(bests[0][1]) == 100.0  # pyright: ignore[reportOptionalSubscript]
+    left = signals.sentence(signal.SIGTERM, plan._unfinished)  # a signal ends the search here
+    trainer, rollout = (line.rpartition("best so far: ")[2] for line in (tried[-1], said[-1]))
+    assert left == (
+        f"SIGTERM before the plan was complete. Best so far of the trainer: {trainer}. Best so far of the rollout: "
+        f"{rollout}."
+    )
 
 
 def test_the_environment_keeps_what_is_set(monkeypatch: pytest.MonkeyPatch):

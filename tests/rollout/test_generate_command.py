@@ -2,7 +2,11 @@ import datetime
 import decimal
 import json
 import math
+import os
 import pathlib
+import re
+import subprocess
+import sys
 
 import pytest
 
@@ -61,7 +65,7 @@ def test_a_file_of_prompts_is_completed(tmp_path, capsys):
         if c["stop"] == "length":
             assert c["tokens"] == 9
     shown = capsys.readouterr().err
-    assert "compiling" in shown and "generating 9/9" in shown and "tokens/s" in shown
+    assert "rollout: preparing program 1/" in shown and "generating 9/9" in shown and "tokens/s" in shown
     assert sorted(file.name for file in tmp_path.iterdir()) == ["o.jsonl", "p.jsonl"]
     _goes_on_after_a_kill(tmp_path, arguments, records)
 
@@ -83,6 +87,32 @@ def _goes_on_after_a_kill(tmp_path, arguments, records):
     again = [json.loads(line) for line in out.read_text().split("\n")[:-1]]
     texts = [[c["text"] for c in record["completions"]] for record in again]
     assert again[1] == kept and texts == [[c["text"] for c in record["completions"]] for record in records]
+
+
+_COUNTED = """
+import sys
+import jax
+from podrl import generate
+misses = []
+jax.monitoring.register_event_listener(lambda name, **_: misses.extend([name] * name.endswith("/cache_misses")))
+assert generate.main(sys.argv[1:]) == 0
+print(len(misses))
+"""
+
+
+def test_the_second_command_for_a_model_compiles_nothing(tmp_path):
+    prompts = write(tmp_path / "p.jsonl", '{"prompt": "a"}\n')
+    command = [sys.executable, "-c", _COUNTED, f"--model={TINY}", f"--prompts={prompts}", f"--out={tmp_path / 'o'}"]
+    own = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    misses, said = [], []
+    for number in ("--seed=1", "--seed=2"):
+        done = subprocess.run(
+            [*command, "--max_new=4", number], env=os.environ | own, capture_output=True, text=True, check=True
+        )
+        misses.append(int(done.stdout))
+        said.append(re.search(r"rollout: ready .* \((\d+) compiled, (\d+) from the cache\)", done.stderr).groups())
+    assert misses[0] >= 5 and misses[1] == 0
+    assert said[1] == ("0", str(sum(map(int, said[0])))) and int(said[0][0]) >= 5
 
 
 def test_an_agent_program_completes_prompts(tmp_path, capsys, monkeypatch):

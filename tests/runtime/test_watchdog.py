@@ -72,7 +72,7 @@ print("alive")
 """
 
 
-def test_a_stage_that_takes_long_says_once_what_it_does():
+def test_a_stage_that_takes_long_says_what_it_does_again_and_again():
     watchdog, said = Watchdog(900.0), []
     try:
         watchdog.announce_long(("start-up", 100.0), 110.0)  # without `log` nothing is printed
@@ -83,25 +83,37 @@ def test_a_stage_that_takes_long_says_once_what_it_does():
             ("start-up", 100.0, 109.0),
             ("update", 0.0, 5.0),
             ("trying", 0.0, 4.0),
+            ("update", 6.0, 16.0),  # the second update is known already
+            *(("start-up", 100.0, 100.0 + age) for age in range(10, 200)),
         ):
             watchdog.announce_long((name, started), now)
     finally:
         watchdog.close()
-    assert said == [
-        "start-up: loading the models and compiling the rollout's programs (4 s so far, 25 s the last time) ...",
-        "update: updating the weights; the first time compiles (5 s so far) ...",
+    assert said[:3] == [
+        "start-up: loading the models, and preparing the rollout's programs (4 s so far, 25 s the last time) ...",
+        "update: updating the weights; the first time prepares programs (5 s so far) ...",
         "trying: at work (4 s so far) ...",
+    ]
+    assert [re.search(r"\((\d+) s so far, 25 s the last time", line)[1] for line in said[3:]] == [
+        *("11", "31", "61", "121", "181")
     ]
 
 
-def test_what_comes_before_the_first_stage_is_told_where_it_takes_long(monkeypatch):
+def test_what_comes_before_the_first_stage_is_told_again_and_again():
+    for end_s, lines in ((2.0, 0), (3.0, 1), (59.0, 3), (200.0, 6)):
+        said = []
+        watchdog_module.announce("Checking", said.append, lambda age, end_s=end_s: age > end_s)
+        assert said == [f"Checking ({age} s so far) ..." for age in (3, 10, 30, 60, 120, 180)][:lines]
+
+
+def test_what_comes_before_the_first_stage_is_told_while_it_lasts(monkeypatch):
     told = threading.Event()
-    monkeypatch.setattr(watchdog_module, "_SILENCE_S", 0.01)
-    with announce_if_long("Checking ...", lambda text: told.set()):
+    monkeypatch.setattr(watchdog_module, "_TOLD_AT_S", (0.01, 3600.0))
+    with announce_if_long("Checking", lambda text: told.set()):
         assert told.wait(PATIENCE_S)
-    monkeypatch.setattr(watchdog_module, "_SILENCE_S", 3600.0)
+    monkeypatch.setattr(watchdog_module, "_TOLD_AT_S", (3600.0,))
     before = threading.active_count()
-    with announce_if_long("Checking ...", lambda text: told.clear()):
+    with announce_if_long("Checking", lambda text: told.clear()):
         pass
     until(lambda: threading.active_count() <= before)
     assert told.is_set()
