@@ -14,7 +14,8 @@ Variants:
     grpo_gemma.py:hybrid            all weights of a small Qwen 3.5 that comes with podrl, the same task: three layers
                                     of linear attention and one of full attention
     grpo_gemma.py:async             two batches in flight, and the decoupled loss that is meant for them (docs/async.md)
-    grpo_gemma.py:gemma2_2b_v5e16   Gemma 2 2B on GSM8K with LoRA, trainer and rollout on 8 TPU v5e chips each; needs
+    grpo_gemma.py:gemma2_2b_v5e16   Gemma 2 2B on GSM8K with LoRA, trainer and rollout on 8 TPU v5e chips each: numbers
+                                    of Tunix's recipe, words of podrl (docs/from-tunix.md); needs
                                     --config.model.path=DIR and --config.data.path=FILE
 
 Variants that train all weights of Gemma 4 on GSM8K, on two slices: one slice trains, the other generates. They need the
@@ -98,11 +99,11 @@ def _tiny() -> ConfigDict:
 
 
 def _gemma2_2b(config: Any) -> None:
-    """Sets the numbers of Tunix's GSM8K recipe for Gemma 2 2B, on 16 chips: two v5e 2x4 slices.
+    """Sets sizes and rates of Tunix's GSM8K recipe for Gemma 2 2B, on 16 chips: two v5e 2x4 slices.
 
     The recipe trains for one epoch, two prompts a step. The prompt asks for the same tags in podrl's own words. For the
     recipe's words, set data.system_prompt to SYSTEM_PROMPT of tunix/examples/data/math_dataset.py; docs/from-tunix.md
-    has the command, and the numbers of Tunix's other publications.
+    has the command, what else is podrl's own, and the numbers of Tunix's other publications.
     """
     config.model.path = ""
     config.model.size = "gemma2-2b"  # for podrl.plan, which needs no weights

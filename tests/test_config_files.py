@@ -116,6 +116,9 @@ def test_the_recipe_of_tunix_is_that_recipe_to_the_number():
         "</reasoning>. Then write the final answer, a single number, between <answer> and </answer>."
     )
     assert own in " ".join(page.split()), "the page must quote podrl's prompt word for word"
+    theirs = {"grpo": {"kl_loss_mode": "kl"}, "reward": {"fns": (*job.reward.fns[:3], "recipe_number")}}
+    parse(ConfigDict(values | {name: values[name] | changed for name, changed in theirs.items()}).to_dict())
+    assert "`--config.grpo.kl_loss_mode=kl`" in page and f"{theirs['reward']['fns']}".replace(" ", "") in page
     # A user can set the recipe's system prompt as the page says. The page has only the SHA-256 of that prompt, so this
     # test sets another text.
     values["data"]["system_prompt"] = "Words of another recipe."

@@ -26,7 +26,7 @@ from podrl.models import moe
 from podrl.rundir.about import About, Table, print_about
 from podrl.runtime.pod import LEADER, Pod
 from podrl.runtime.roles import EVAL, ROLLOUT, TRAINER
-from podrl.trainer.pack_shape import PackShape, fewer_micro_batches
+from podrl.trainer.pack_shape import PackShape, other_micro_batches
 
 _DEFAULT_ROLES = RolesConfig()
 
@@ -128,8 +128,9 @@ def print_plan(
         for text in doubtful(job, pod=pod is not None):
             console.print(f"Warning: {text}")
     warns = not console.quiet and (dry or job.kind.offline)  # GRPO and PPO warn of it themselves
-    if warns and (fewer := fewer_micro_batches(job.trainer, job.pack_shape(on.trainer), job.mini_batch_size)):
-        console.print(f"Warning: {fewer}")
+    of_update = (job.mini_batch_size, job.group_size)
+    for text in other_micro_batches(job.trainer, job.pack_shape(on.trainer), *of_update) if warns else ():
+        console.print(f"Warning: {text}")
     if dry:  # a run itself warns at its start
         for text in no_update_lines(job):
             console.print(f"Warning: {text}")

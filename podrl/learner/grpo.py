@@ -26,7 +26,7 @@ from podrl.learner.settings import GRPOConfig, PPOConfig
 from podrl.learner.source_weights import SourceWeights
 from podrl.mappings import Metrics, SavedState
 from podrl.trainer import packing
-from podrl.trainer.pack_shape import fewer_micro_batches
+from podrl.trainer.pack_shape import other_micro_batches
 from podrl.types import Batch, Experience, Layout, PyTree, Rollouts
 
 
@@ -77,8 +77,8 @@ class GRPO:
         self._token_loss = with_observations(loss) if config.observed_weight else loss
         cluster.actor.prepare(self._token_loss, self._token_weights, teacher)
         self.mini_batches.place(pieces=pieces, by_sample=self._loss.by_sample)
-        of_update = (self.mini_batches.shape, self.mini_batches.size)
-        if text := fewer_micro_batches(cluster.training_config, *of_update):
+        of_update = (self.mini_batches.shape, self.mini_batches.size, config.num_generations)
+        for text in other_micro_batches(cluster.training_config, *of_update):
             log(f"Warning: {text}")
         # For each mini-batch of a step, three numbers of tokens: of its sequences, of its packed rows (a shared prompt
         # counts once), and of the rows as they are computed (with padding).

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 
 from jax.sharding import Mesh
 
+from podrl.config import plural
 from podrl.mesh.rules import batch_shards, time_shards
 from podrl.models.config import ModelConfig
 from podrl.trainer.config import RLTrainingConfig
@@ -163,14 +164,31 @@ def pack_shape(
     return dataclasses.replace(shape, whole=pieces and by_sample, tree=pieces and training.share_prompts is not False)
 
 
-def fewer_micro_batches(training: RLTrainingConfig, shape: PackShape, sequences: int) -> str:
-    """Returns a sentence if updates have fewer micro-batches than trainer.gradient_accumulation_steps; else ''.
+def other_micro_batches(training: RLTrainingConfig, shape: PackShape, sequences: int, group_size: int) -> list[str]:
+    """Returns sentences about micro-batches that are fewer, or of another size, than the keys of `training` ask for.
 
     Args:
       training: the trainer's settings.
       shape: shape of the packed batch of an update.
       sequences: number of sequences of an update.
+      group_size: number of sequences of each prompt.
     """
+    return [text for text in (_fewer(training, shape, sequences), _uneven(training, shape, group_size)) if text]
+
+
+def _uneven(training: RLTrainingConfig, shape: PackShape, group_size: int) -> str:
+    size = training.micro_sequences(group_size) or 0
+    if size % shape.shards == 0 or shape.micro_batches == 1:
+        return ""
+    key = "micro_batch_sequences" if training.micro_batch_sequences else "train_micro_batch_size"
+    return (
+        f"trainer.{key}={getattr(training, key)} asks for micro-batches of {plural(size, 'sequence')}, which the "
+        f"{shape.shards} shards of the trainer's mesh do not split evenly: a micro-batch has {shape.rows} rows of "
+        f"{shape.tokens} tokens. The gradient is the same."
+    )
+
+
+def _fewer(training: RLTrainingConfig, shape: PackShape, sequences: int) -> str:
     wanted = training.gradient_accumulation_steps or 0
     if wanted <= shape.micro_batches:
         return ""

@@ -4,6 +4,7 @@ import copy
 import functools
 import pathlib
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -264,6 +265,30 @@ def test_settings_are_merged_into_the_manifest():
     assert document["spec"]["failurePolicy"] == plain["spec"]["failurePolicy"] | {"maxRestarts": 3}
     assert document["metadata"]["labels"] == plain["metadata"]["labels"] | {"cost": "b"}
     check_schema(document)
+
+
+def test_every_set_of_the_page_reaches_the_manifest():
+    """Finds each value of the table in docs/clusters.md at its path in the JobSet, whose schema must still hold."""
+    page = (pathlib.Path(__file__).parents[2] / "docs" / "clusters.md").read_text()
+    rows = dict(re.findall(r"^\| ([^|]+) \| `(--(?:set|queue)=[^`]+)` \|$", page, re.MULTILINE))
+    assert {"a reservation", "flex-start", "flex-start with queued provisioning", "a priority class"} <= {*rows}
+    for flags in map(shlex.split, rows.values()):
+        document = jobset(*flags)
+        check_schema(document)
+        for setting in (flag.removeprefix("--set=") for flag in flags if flag.startswith("--set=")):
+            path, _, text = setting.partition("=")
+            for role in ["rollout"] if path.startswith("rollout.") else ["trainer", "rollout"]:
+                template = job(document, role)["template"]["spec"]["template"]
+                found = document | {"template": template, "container": template["spec"]["containers"][0]}
+                for name in path.removeprefix("rollout.").split("."):
+                    found = found[name]
+                value = yaml.safe_load(text)
+                if isinstance(value, dict):
+                    assert value.items() <= found.items()
+                elif isinstance(value, list):
+                    assert found[-len(value) :] == value
+                else:
+                    assert found == value
 
 
 @pytest.mark.parametrize(

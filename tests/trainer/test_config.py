@@ -9,7 +9,7 @@ import pytest
 
 from podrl.mesh.build import make_mesh
 from podrl.trainer.config import RLTrainingConfig
-from podrl.trainer.pack_shape import _group_row, fewer_micro_batches, pack_shape
+from podrl.trainer.pack_shape import _group_row, other_micro_batches, pack_shape
 
 VECTORS = pathlib.Path(__file__).resolve().parents[2].parent / "shared" / "vectors" / "config_fields.json"
 
@@ -72,12 +72,13 @@ def test_pack_shape_follows_the_keys():
         shape(max_tokens_per_row=64)
 
 
-def test_more_micro_batches_than_an_update_can_have_are_said_in_a_sentence():
+def test_micro_batches_of_another_number_or_size_than_asked_are_said_in_a_sentence():
     mesh = make_mesh("fsdp=4", jax.devices()[:4])
 
     def said(count, sequences=128, **fields):
         training = _config(gradient_accumulation_steps=count, max_tokens_per_row=100, **fields)
-        return fewer_micro_batches(training, pack_shape(training, mesh, sequences=sequences, max_length=100), sequences)
+        shape = pack_shape(training, mesh, sequences=sequences, max_length=100)
+        return " ".join(other_micro_batches(training, shape, sequences, 2))
 
     assert said(None) == said(1) == said(32) == ""  # four devices take a row each
     assert said(1000) == (
@@ -86,6 +87,16 @@ def test_more_micro_batches_than_an_update_can_have_are_said_in_a_sentence():
     )
     beside = "trainer.gradient_accumulation_steps=40 has no effect beside trainer.micro_batch_sequences=8."
     assert said(40, micro_batch_sequences=8) == beside
+    assert said(None, micro_batch_sequences=8) == said(None, train_micro_batch_size=4) == ""
+    uneven = (
+        "which the 4 shards of the trainer's mesh do not split evenly: a micro-batch has {} rows of 100 tokens. The "
+        "gradient is the same."
+    )
+    asks = "trainer.micro_batch_sequences=5 asks for micro-batches of 5 sequences, "
+    assert said(None, micro_batch_sequences=5) == asks + uneven.format(8)
+    asks = "trainer.train_micro_batch_size=1 asks for micro-batches of 2 sequences, "
+    assert said(None, train_micro_batch_size=1) == asks + uneven.format(4)
+    assert said(None, sequences=4, micro_batch_sequences=5) == ""  # one micro-batch holds the update
 
 
 def test_rows_cut_along_time_divide():
