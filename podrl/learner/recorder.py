@@ -303,6 +303,8 @@ class Recorder:
             self._gauges.see(times)
         if self._run.metrics is not None:
             self._run.metrics.write(step, metrics | times)
+        if self._run.times is not None:
+            self._run.times.see(times)
             self._run.metrics.write_samples(step, samples)
         self._run.push(wait=False)
         self._cluster.metrics.log(step, metrics)
@@ -331,6 +333,8 @@ class Recorder:
             values |= self._gauges.of_step(values, _memory_peak(), ended)
         if self._run.metrics is not None:
             self._run.metrics.write(step, values)
+        if self._run.times is not None:
+            self._run.times.see(values)
         self._cluster.metrics.log(step, values)
         self._warn({"step": step, **values})
         self._check_finite(step, values)

@@ -17,6 +17,7 @@ from podrl.rundir.metrics import LogConfig, MetricsLog, read_metrics
 from podrl.rundir.profiler import Profiler
 from podrl.rundir.sinks import check_installed
 from podrl.rundir.spans import Spans
+from podrl.rundir.times import StageTimes
 from podrl.rundir.tracing import TraceSteps, Tracing
 from podrl.runtime import signals
 from podrl.runtime.watchdog import Watchdog
@@ -73,6 +74,7 @@ class Run:
       profiler: profiler that writes jax's profile of the requested steps.
       spans: record of what this process did at what time, its stages included.
       tracing: records spans and samples; None if this process writes no metrics or log.trace is 'off'.
+      times: seconds of the first stages, kept for other runs; None for a run without a directory or a configuration.
       on_saved: functions that are called after a save with the newest step that has a complete checkpoint.
       on_takeover: functions that are called before this process takes over another process's samples.
     """
@@ -133,6 +135,7 @@ class Run:
         self.metrics: MetricsLog | None = None
         self.on_saved: list[Callable[[int], None]] = []
         self.on_takeover: list[Callable[[], None]] = []
+        self.times: StageTimes | None = None
         self._stop = threading.Event()
         self._handlers: dict[int, Any] = {}
         self._entered = 0
@@ -141,7 +144,9 @@ class Run:
             try:
                 with self.watchdog.stage("opening the run directory"):
                     self._open(workdir, savers)
-                self.watchdog.expected = self._last_times()
+                self.times = StageTimes(self.config) if self.leads and self.config else None
+                known = {} if self.times is None else self.times.read()
+                self.watchdog.expected = known | self._last_times()
             except BaseException as error:
                 self._release_lock()
                 if trouble := disk_trouble(error):

@@ -104,3 +104,30 @@ def test_a_resumed_run_knows_how_long_a_start_took(tmp_path):
     with Run(tmp_path, log=LogConfig(to=())) as run:
         expected = {"start-up": 2.0, "restoring": 0.5, "evaluation": 4.0, "update": 2.5, "rollout": 0.3}
         assert run.watchdog.expected == expected
+
+
+def test_a_run_in_a_new_directory_knows_how_long_equal_programs_took(tmp_path, monkeypatch):
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(cache))
+    config = {"algorithm": "grpo", "seed": 0, "model": {"path": "a"}, "trainer": {"max_steps": 3, "remat": "full"}}
+
+    def expected(**changes):
+        place = tmp_path / f"run{len([*tmp_path.iterdir()])}"
+        with Run(place, log=LogConfig(to=()), config={**config, **changes}) as run:
+            known = run.watchdog.expected
+            for record in ({"time/start-up": 6.0, "loss": 1.0}, {"time/update": 2.5, "time/start-up": 9.0}):
+                run.times.see(record)  # pyright: ignore[reportOptionalMemberAccess]
+        return known
+
+    times = {"start-up": 6.0, "update": 2.5}
+    assert expected() == {}
+    assert expected() == expected(seed=1, trainer={"max_steps": 9, "remat": "full"}) == times
+    assert expected(model={"path": "b"}) == expected(trainer={"max_steps": 3, "remat": "none"}) == {}
+    for file in cache.glob("podrl-times-*"):
+        file.write_text('{"start-up": ')
+    assert expected() == {} and expected() == times
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(cache / "missing"))  # nothing can be written there
+    assert expected() == expected() == {}
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "gs://bucket/cache")
+    assert expected() == expected() == {}
