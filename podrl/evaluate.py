@@ -8,12 +8,22 @@ are in DIR/NAME.model.jsonl, and the completions of --compare are in DIR/NAME.co
 same command continues. DIR/result.json holds the scores, with 95% intervals.
 """
 
+import os
+
+from podrl.runtime import environment, signals
+
+# This block precedes the slow imports below, so that signals are handled meanwhile, and jax finds the environment set.
+if __name__ == "__main__":
+    signals.leave_on_signals(
+        unwind=False, words=lambda: "before the evaluation was complete; the same command goes on with the rest."
+    )
+    environment.leave_out_libtpu(os.environ)
+
 import argparse
 import ast
 import contextlib
 import json
 import math
-import os
 import pathlib
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,7 +40,6 @@ from podrl.rewards.compose import RewardConfig, RewardError, Rewards, without_ou
 from podrl.rewards.reference import accuracies, majority, pass_at_k
 from podrl.rundir import intervals
 from podrl.rundir.console import make_console, print_table
-from podrl.runtime import environment, signals
 from podrl.runtime.arguments import Parser, as_sentence
 from podrl.runtime.watchdog import announce_if_long
 from podrl.storage.regular import load_object
@@ -509,7 +518,4 @@ def _print(result: JsonObject, models: Mapping[str, str], sets: Mapping[str, str
 
 
 if __name__ == "__main__":
-    signals.leave_on_signals(
-        unwind=False, words=lambda: "before the evaluation was complete; the same command goes on with the rest."
-    )
     sys.exit(main(sys.argv[1:]))

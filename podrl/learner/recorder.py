@@ -303,9 +303,9 @@ class Recorder:
             self._gauges.see(times)
         if self._run.metrics is not None:
             self._run.metrics.write(step, metrics | times)
+            self._run.metrics.write_samples(step, samples)
         if self._run.times is not None:
             self._run.times.see(times)
-            self._run.metrics.write_samples(step, samples)
         self._run.push(wait=False)
         self._cluster.metrics.log(step, metrics)
         self._warn({"step": step, **metrics})

@@ -25,6 +25,8 @@ _DOES = {
     "copying to the bucket": "copying the run's files to the bucket",
     "closing checkpoints": "waiting for the last checkpoint to be written",
 }
+# Stages of every step: of these only the first is explained. The progress of the steps shows the others.
+_EACH_STEP = ("data", "rollout", "update", "publish", "metrics")
 EXIT_DONE, EXIT_USER, EXIT_INFRASTRUCTURE, EXIT_PREEMPTED = 0, 1, 42, 75
 
 
@@ -78,8 +80,9 @@ class Watchdog:
 
     After `stall_s` seconds in one stage it prints the stage, its age and all stacks to stderr, once per stage. After
     four times as long it ends the process with code 42 (infrastructure: restart me), because nothing else would end it.
-    If a stage waits for another process, the watchdog says so after a tenth of `stall_s`. The first time that a stage
-    takes more than 3 s, the watchdog explains the stage, and repeats this after 10, 30 and 60 s and then every minute.
+    If a stage waits for another process, the watchdog says so after a tenth of `stall_s`. If a stage takes
+    more than 3 s, the watchdog explains the stage, and repeats this after 10, 30 and 60 s and then every minute; among
+    the stages of the steps (`_EACH_STEP`) it explains only the first of each name.
     SIGUSR1 prints the stacks at any time.
 
     Attributes:
@@ -151,6 +154,8 @@ class Watchdog:
         """
         name, started = stage
         first, lines = self._announced.get(name, (started, 0))
+        if name not in _EACH_STEP and started != first:
+            first, lines = started, 0
         due = sum(1 for _ in itertools.takewhile(lambda age: age < now - started, _ages()))
         if self.log is None or started != first or due <= lines:
             return

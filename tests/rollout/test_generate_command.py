@@ -110,7 +110,8 @@ def test_the_second_command_for_a_model_compiles_nothing(tmp_path):
             [*command, "--max_new=4", number], env=os.environ | own, capture_output=True, text=True, check=True
         )
         misses.append(int(done.stdout))
-        said.append(re.search(r"rollout: ready .* \((\d+) compiled, (\d+) from the cache\)", done.stderr).groups())
+        (counts,) = re.findall(r"rollout: ready .* \((\d+) compiled, (\d+) from the cache\)", done.stderr)
+        said.append(counts)
     assert misses[0] >= 5 and misses[1] == 0
     assert said[1] == ("0", str(sum(map(int, said[0])))) and int(said[0][0]) >= 5
 

@@ -44,6 +44,10 @@ def test_too_late_is_an_error_that_says_so():
     assert "jax was initialised before the job" in done.stderr and "8 devices" in done.stderr
 
 
+def _has_accelerator() -> bool:
+    return any(glob.glob(f"/dev/{name}") for name in ("accel*", "nvidia*", "kfd", "vfio/[0-9]*"))
+
+
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the extra [tpu]")
 @pytest.mark.parametrize(
     "command",
@@ -55,13 +59,37 @@ def test_too_late_is_an_error_that_says_so():
 )
 def test_a_command_on_a_machine_without_accelerator_says_nothing_of_tpus(command, tmp_path):
     env = {key: value for key, value in os.environ.items() if not key.startswith(("JAX_PLATFORM", "TPU_"))}
-    if any(glob.glob(f"/dev/{name}") for name in ("accel*", "nvidia*", "kfd", "vfio/[0-9]*")):
+    if _has_accelerator():
         pytest.skip("this machine has an accelerator")
     env["PYTHONPATH"] = str(pathlib.Path(__file__).parents[2])  # benchmarks/ is not installed
     argv = [sys.executable, "-m", *command.split()]
     done = subprocess.run(argv, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0 and done.stderr == ""
     assert "libtpu" not in done.stdout and "TPU_" not in done.stdout
+
+
+_AT_JAX = """
+import os, runpy, sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "jax":
+            print(os.environ.get("JAX_PLATFORMS"), flush=True)
+            os._exit(0)
+sys.meta_path.insert(0, Finder())
+runpy.run_module(sys.argv.pop(1), run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("command", ["podrl.evaluate", "podrl.export"])
+def test_a_command_that_imports_jax_first_has_chosen_the_platform(command, tmp_path):
+    """jax reads JAX_PLATFORMS when it is imported; set later, libtpu reports a missing TPU."""
+    env = {key: value for key, value in os.environ.items() if not key.startswith(("JAX_PLATFORM", "TPU_"))}
+    env |= {"PYTHONPATH": f"{tmp_path}{os.pathsep}{pathlib.Path(__file__).parents[2]}"}
+    (tmp_path / "libtpu.py").write_text("")  # looks installed
+    if _has_accelerator():
+        pytest.skip("this machine has an accelerator")
+    done = subprocess.run([sys.executable, "-c", _AT_JAX, command], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout == "cpu\n"
 
 
 @pytest.mark.parametrize("named", ["JAX_PLATFORMS", "TPU_WORKER_HOSTNAMES"])
