@@ -3,7 +3,9 @@
 The public names are imported when they are first used, so that `import podrl` costs nothing and touches no device.
 """
 
+import difflib
 import importlib
+import re
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -90,9 +92,35 @@ __all__ = [
 ]
 
 
+# Endings of names of other libraries; methods that a learner trains, with the preset's name; methods of podrl.run.
+_KIND = re.compile(r"^Ray(?=\w+Trainer)|(Trainer|Learner|(Training)?(Config|Arguments))$")
+_LEARNERS = {"GRPO": "", "PPO": "", "RLOO": "rloo", "DAPO": "dapo", "GSPO": "gspo"}
+_FILES = {"SFT": "sft_tiny.py", "DPO": "dpo_tiny.py", "ORPO": "orpo_tiny.py", "KTO": "kto_tiny.py"}
+_FILES |= {"REWARD": "reward_model_tiny.py", "PEFT": "sft_tiny.py"}
+
+
+def _instead(name: str) -> str:
+    """Returns the end of the error about a name that podrl lacks, such as TRL's GRPOTrainer: what to use instead."""
+    method = _KIND.sub("", name).upper()
+    if method in _FILES:
+        file, section = _FILES[method], _FILES[method].removesuffix("_tiny.py")
+        keys = "{'model.path': DIR, 'data.path': FILE}"
+        return f": podrl.run({file!r}, {keys}) trains so; its settings are {section}.*."
+    if method in _LEARNERS:
+        own, preset = ("PPO" if method == "PPO" else "GRPO"), _LEARNERS[method]
+        settings = f"**preset({preset!r}).settings" if preset else "..."
+        learner = f"podrl.{own}Learner(cluster, podrl.{own}Config({settings}), reward_fns=f)"
+        of = " (preset is of podrl.algorithms.presets)" if preset else ""
+        return f": {learner}.train(records) trains so{of}."
+    if method in ("", "TRAIN", "FIT"):
+        return ": podrl.GRPOLearner(...).train(records) trains on records, and podrl.run(FILE) as a file says."
+    near = difflib.get_close_matches(name, __all__, n=1, cutoff=0.7)
+    return f". Did you mean {near[0]!r}?" if near else f": it has {', '.join(__all__)}."
+
+
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
-        raise AttributeError(f"module 'podrl' has no attribute {name!r}: it has {', '.join(__all__)}")
+        raise AttributeError(f"podrl has no {name}{_instead(name)}", name=name)
     return getattr(importlib.import_module(_HOME[name]), name)
 
 

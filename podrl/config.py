@@ -15,6 +15,7 @@ import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
+from podrl import python_names
 from podrl.mappings import ConfigValues
 
 T = TypeVar("T")
@@ -93,13 +94,10 @@ _OF_GRPO = "in a job of the GRPO family use"
 # What to use instead of settings of other systems for which no single key of podrl stands, by shell-style patterns of
 # their names. A name is either here or in `COMMON_NAMES`.
 COMMON_ADVICE = {
-    "seed": "use --config.seed=N for random weights and sampling, in Python RLCluster(seed=N) or podrl.run(FILE, "
-    "{'seed': N}), and --config.data.seed=N for the order of the data, in Python GRPOLearner(data_shuffle_seed=N).",
-    "output_dir": "use --workdir=DIR, in Python RLTrainingConfig(checkpoint_root_directory=DIR) or podrl.run(..., "
-    "workdir=DIR); the same command or script then resumes.",
-    "report_to": "log.to names trackers, such as --config.log.to=\"('wandb',)\" or podrl.run(FILE, {'log.to': "
-    "('wandb',)}). A learner's run writes metrics.jsonl and TensorBoard events into "
-    "RLTrainingConfig(checkpoint_root_directory=DIR).",
+    "seed": "use --config.seed=N for random weights and sampling, and --config.data.seed=N for the order of the data.",
+    "output_dir": "use --workdir=DIR (podrl.run(..., workdir=DIR)); the same command or script then resumes.",
+    "report_to": "log.to names trackers, such as --config.log.to=\"('wandb',)\"; every run with a directory writes "
+    "metrics.jsonl and TensorBoard events.",
     "per_device_*_batch_size": "a batch is rollout.prompts_per_step x grpo.num_generations samples (jobs on answers "
     "from data: batch_size of the algorithm's section). trainer.max_seq_token_per_tpu bounds the tokens that a device "
     "trains on at once, and rollout.lanes the samples that are decoded at once.",
@@ -122,23 +120,12 @@ COMMON_ADVICE = {
     "vllm_importance_sampling_mode": f"{_OF_GRPO} grpo.sampler_correction='tis', 'sequence_tis' or 'sequence_mask'.",
     "use_vllm": "podrl decodes with its own engine, on the mesh of the rollout role; there is nothing to set.",
     "vllm_*": "podrl decodes with its own engine; the settings of the engine are the keys of rollout.",
-    "reward_weights": "use reward.weights, in Python GRPOLearner(..., "
-    "reward_config=podrl.RewardConfig(weights=(...))).",
+    "reward_weights": "use reward.weights (of a learner: reward_config=podrl.RewardConfig(weights=(...))).",
     "max_tool_calling_iterations": "use env.max_tool_calls, which counts calls, not rounds.",
-    "resume_from_checkpoint": "the same command with the same --workdir resumes, and so does a script with the same "
-    "RLTrainingConfig(checkpoint_root_directory=DIR).",
+    "resume_from_checkpoint": "the same command or script with the same --workdir resumes.",
 }
 # Names in `COMMON_ADVICE` for which False asks for something in the other system, so that podrl refuses False too.
 _FALSE_ASKS = ("scale_rewards",)
-
-# The class that holds a group's keys in Python, as an addition to error messages, by the name of the group.
-_CLASSES = {
-    "rollout": ", a field of RolloutConfig",
-    "trainer": ", a field of RLTrainingConfig",
-    "grpo": ", a field of GRPOConfig",
-    "model.lora": ", a field of LoraConfig",
-    "checkpoint": ", a field of CheckpointConfig",
-}
 
 
 def _pattern_advice(name: str, advice: Mapping[str, str]) -> str:
@@ -158,9 +145,9 @@ def unknown(name: str, known: typing.Collection[str], advice: Mapping[str, str])
     if sentence := _pattern_advice(name, advice) or _pattern_advice(name, COMMON_ADVICE):
         return f": {sentence}"
     common = COMMON_NAMES.get(name, "")
-    group, _, own = common.rpartition(".")
+    own = common.rpartition(".")[2]
     if common and own not in known:
-        return f": podrl's key for it is {common}{_CLASSES.get(group, '')}."
+        return f": podrl's name for it is {common}."
     return f".{nearest(own if own in known else name, known)}"
 
 
@@ -367,15 +354,26 @@ def section(
     def decorate(cls: type[T]) -> type[T]:
         original = cls.__init__
         signature = inspect.signature(original)
+        own: Any = dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
+        python_names.fields.setdefault(name, set()).update(field.name for field in own)
 
         @functools.wraps(original)
         def init(self, *args: object, **kwargs: object) -> None:
+            try:
+                checked(self, *args, **kwargs)
+            except (ValueError, TypeError) as error:
+                if python_names.from_outside():
+                    python_names.reword(error, {name: type(self).__name__} if name else {})
+                raise
+
+        def checked(self, *args: object, **kwargs: object) -> None:
             hints = types_of(cls)
             kwargs = _fields_of(cls, kwargs)
             try:
                 bound = signature.bind(self, *args, **kwargs)
             except TypeError as error:
-                about = "".join(f" {text}" for key, text in _required(cls).items() if text and key not in kwargs)
+                lacks = [text for key, text in required(cls).items() if text and f"argument: {key!r}" in str(error)]
+                about = "".join(f" {text}" for text in lacks)
                 raise TypeError(f"{cls.__name__}: {error}.{about}") from None
             for key in [key for key in bound.arguments if key in hints]:
                 bound.arguments[key] = check(bound.arguments[key], hints[key], f"{name}.{key}" if name else key)
@@ -446,9 +444,9 @@ def build(cls: type[T], values: Mapping[str, object], prefix: str = "config") ->
         allowed.
     """
     values = _fields_of(cls, values, prefix=f"{prefix}.")
-    required = _required(cls)
-    if missing := [name for name in required if name not in values]:
-        about = "".join(f" {required[name]}" for name in missing if required[name])
+    needed = required(cls)
+    if missing := [name for name in needed if name not in values]:
+        about = "".join(f" {needed[name]}" for name in missing if needed[name])
         if "[" in prefix:
             raise ValueError(f"{prefix} lacks {', '.join(missing)}: set {missing[0]!r} there.{about}")
         raise ValueError(f"{prefix} lacks {', '.join(missing)}: set --{prefix}.{missing[0]}=VALUE.{about}")
@@ -458,7 +456,7 @@ def build(cls: type[T], values: Mapping[str, object], prefix: str = "config") ->
     return cls(**values)
 
 
-def _required(cls: type) -> dict[str, str]:
+def required(cls: type) -> dict[str, str]:
     """Returns the fields without a default: for the name of each, the sentence that errors about a missing value add,
     which is the field's metadata 'if_missing', or ''."""
     fields: object = dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]

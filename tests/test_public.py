@@ -17,6 +17,7 @@ from waits import PATIENCE_S
 
 import podrl
 from podrl.algorithms.kl import canonical_mode
+from podrl.algorithms.presets import preset
 from podrl.config import as_settings
 from podrl.job.config import unset
 from podrl.rundir.metrics import UserMetrics
@@ -48,8 +49,35 @@ def test_the_table_of_defaults_lists_every_one_that_differs():
 def test_every_public_name_exists():
     assert {name: getattr(podrl, name).__module__ for name in podrl.__all__}
     assert set(podrl.__all__) <= set(dir(podrl))
-    with pytest.raises(AttributeError, match="GRPOLearner"):
-        _ = podrl.GRPOTrainer
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        ("GRPOTrainer", r": podrl\.GRPOLearner\(cluster, podrl\.GRPOConfig\(\.\.\.\), reward_fns=f\)\.train\("),
+        ("GrpoConfig", r": podrl\.GRPOLearner\(cluster, "),
+        ("RayPPOTrainer", r": podrl\.PPOLearner\(cluster, podrl\.PPOConfig\("),
+        ("RLOOConfig", r": .*\*\*preset\('rloo'\)\.settings"),
+        ("DPOLearner", r": podrl\.run\('dpo_tiny\.py', .* its settings are dpo\.\*"),
+        ("DPOTrainingConfig", r": podrl\.run\('dpo_tiny\.py'"),
+        ("SFTTrainer", r": podrl\.run\('sft_tiny\.py'"),
+        ("RewardTrainer", r": podrl\.run\('reward_model_tiny\.py'"),
+        ("Trainer", r": podrl\.GRPOLearner\(\.\.\.\)\.train\(records\)"),
+        ("train", r": podrl\.GRPOLearner\(\.\.\.\)\.train\(records\)"),
+        ("LoRAConfig", r"\. Did you mean 'LoraConfig'"),
+        ("Foo", ": it has TINY, "),
+    ],
+)
+def test_a_name_of_another_library_is_answered_with_podrls_way(name, way):
+    with pytest.raises(AttributeError, match=f"^podrl has no {name}{way}"):
+        getattr(podrl, name)
+
+
+def test_the_files_and_presets_of_these_answers_exist():
+    for file in podrl._FILES.values():  # pyright: ignore[reportPrivateUsage]
+        assert (ROOT / "configs" / file).exists()
+    for name in filter(None, podrl._LEARNERS.values()):  # pyright: ignore[reportPrivateUsage]
+        assert podrl.GRPOConfig(**preset(name).settings)
 
 
 def test_importing_podrl_imports_no_jax():

@@ -43,6 +43,7 @@ _EVAL_FIELDS = ("temperature", "top_p", "top_k", "min_p", "max_tokens_to_generat
         "role_to_logical_axis_rule": "logical axes are mapped to mesh axes in podrl/mesh/rules.py, one table for all.",
         "offload_to_cpu": "podrl frees the rollout's pools with RolloutWorker.sleep() and shares the base weights "
         "between policy and reference; give the roles disjoint meshes if memory is short.",
+        "roles": "say role_to_mesh={podrl.Role.ACTOR: mesh, podrl.Role.ROLLOUT: mesh}.",
         "rollout_vllm_*": "podrl decodes with its own engine; see RolloutConfig.",
     },
 )

@@ -28,6 +28,7 @@ from podrl.mesh.build import local_mesh
 from podrl.models.config import LoraConfig, ModelConfig
 from podrl.models.moe import check_mesh
 from podrl.models.pretrained import Decoder, check_positions, check_vocab, directories_of, on_this_host
+from podrl.python_names import speaks_python
 from podrl.rollout.episodes import EnvironmentClient
 from podrl.rollout.interface import RolloutEngine
 from podrl.rundir.metrics import MetricsLogger, UserMetrics
@@ -78,8 +79,10 @@ class RLCluster(SavedByRun):
     perf = Elsewhere("times are in metrics.jsonl, under time/ and perf/.")
     r2m = Elsewhere("the meshes are config.role_to_mesh.")
 
+    @speaks_python
     @refused_arguments(
         {
+            "roles": "give podrl.ClusterConfig(role_to_mesh={podrl.Role.ACTOR: mesh, podrl.Role.ROLLOUT: mesh}, ...).",
             "model": "give actor=..., a directory, ORG/NAME or a model.",
             "peft_config": "give lora=podrl.LoraConfig(rank=..., alpha=...).",
             "processing_class": "give tokenizer=DIR.",
@@ -306,6 +309,7 @@ class RLCluster(SavedByRun):
         """Compiles the programs of the decoding engine, and runs them with a policy or, if it is None, zero weights."""
         self.rollout.warm_up((policy or self.weights.blank()).params)
 
+    @speaks_python
     @refused_arguments(
         {
             "micro_batch_size": "samples are decoded in RolloutConfig(lanes=...) lanes, refilled as they end.",

@@ -48,9 +48,11 @@ class PromptStream(BatchStream[_Task]):
       unanswered: an entry for each file that has a record without an answer: (text that names the record and its
         fields, reward functions that only the file's source has, possibly none).
       groups: names of the groups that the records' field `group` may have.
+      listed: records of a list, each as (text that names the record, its fields); empty for records of files.
     """
 
     groups: Sequence[str] = ()
+    listed: Sequence[tuple[str, TaskFields]] = ()
 
     def __init__(
         self,
@@ -172,12 +174,14 @@ class PromptStream(BatchStream[_Task]):
         lacks = [i for i, record in enumerate(records) if not shape.answers(record, f"Prompt {i}")]
         form = "chat" if tokenizer.has_chat_template else "plain"
 
-        def render(record: Record) -> tuple[template.TextPart, TaskFields]:
-            prompt = conversation.prompt(record, tokenizer, system=system, form=form)
+        def fields(record: Record) -> TaskFields:
             others = {key: value for key, value in record.items() if key != shape.prompt_field(record)}
-            return prompt, {shape.QUESTION: shape.question(record), **others}
+            return {shape.QUESTION: shape.question(record), **others}
 
-        return cls(
+        def render(record: Record) -> tuple[template.TextPart, TaskFields]:
+            return conversation.prompt(record, tokenizer, system=system, form=form), fields(record)
+
+        stream = cls(
             sources.Records("the list of prompts", records),
             render,
             tokenizer,
@@ -187,6 +191,8 @@ class PromptStream(BatchStream[_Task]):
             long_prompts="error",
             unanswered=[(f"Prompt {lacks[0]} lacks 'answer'", ())] if lacks else [],
         )
+        stream.listed = [(f"Prompt {i}", fields(record)) for i, record in enumerate(records)]
+        return stream
 
     def __iter__(self) -> "PromptStream":
         return self

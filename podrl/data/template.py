@@ -1,5 +1,6 @@
 """The reference prompt: instructions and tags around a question; and the reader of the answer in a GSM8K solution."""
 
+import itertools
 import re
 from typing import Literal, NamedTuple
 
@@ -70,6 +71,28 @@ def wrap(tokenizer: Tokenizer, question: str, *, system: str = "", form: Form = 
     if form == "chat":
         return tokenizer.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
     return f"{content}\n"
+
+
+def own_words(tokenizer: Tokenizer) -> str:
+    """Returns the words that the chat template writes before a question by itself; '' for none, or without a template.
+
+    Such words are a default system prompt, or the date. Special tokens and the marks of turns do not count: what stands
+    before the second question of a conversation is the mark of a turn.
+    """
+    if not tokenizer.has_chat_template:
+        return ""
+    first, second = ({"role": "user", "content": f"Probe{i}"} for i in (1, 2))
+    before = tokenizer.apply_chat_template([first], tools=()).partition("Probe1")[0]
+    try:
+        answer = {"role": "assistant", "content": "Answer~"}  # unlike an end of words of a template
+        marks = tokenizer.apply_chat_template([first, answer, second], tools=()).partition("Probe2")[0]
+    except ValueError:  # the template refuses several turns
+        marks = ""
+    shared = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(reversed(before), reversed(marks), strict=False))
+    own = before[: len(before) - len(list(shared))]
+    for start, end in reversed(list(tokenizer.special_spans(own))):
+        own = own[:start] + own[end:]
+    return re.sub(r"^(system|developer|user)\b\s*", "", own.strip())
 
 
 def user_turn(question: str, system: str = "") -> str:

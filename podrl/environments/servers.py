@@ -135,8 +135,8 @@ class Servers:
         withheld = [name for name in self._limits.withheld(os.environ) if name not in server.environment]
         if (names := [name for name in withheld if not is_of_the_job(name)]) and not server.is_url:
             _log.warning(
-                "MCP server %s is started without the environment variables %s, whose names sound secret: name in "
-                "MCPServer(environment=...) what it needs.",
+                "MCP server %s is started without the environment variables %s, whose names sound secret: name the "
+                "variables that it reads in MCPServer(environment=...).",
                 *(server.target, ", ".join(names)),
             )
 

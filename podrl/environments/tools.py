@@ -11,6 +11,7 @@ from podrl.environments import calls, dr_tulu
 from podrl.environments.config import EnvironmentConfig, MCPServer
 from podrl.environments.protocol import Environment, Result, Role, Task, Turn
 from podrl.mappings import ChatMessage, ToolDeclaration, ToolSchema, TurnRecord
+from podrl.python_names import speaks_python
 from podrl.workers.user_objects import name_of
 
 Tool = Callable[..., Any] | str | MCPServer
@@ -26,6 +27,7 @@ class ToolEnvironment:
       config: tools, parser and limits of the environment.
     """
 
+    @speaks_python
     def __init__(
         self,
         tools: Tool | Sequence[Tool] = (),

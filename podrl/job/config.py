@@ -8,7 +8,7 @@ import dataclasses
 import pathlib
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
@@ -497,8 +497,14 @@ def lacking(values: Mapping[str, Any]) -> dict[str, type]:
     Args:
       values: the configuration with all defaults, see `complete`.
     """
-    every = "trainer.eval_every_n_steps"  # the only such key outside lists
-    return {} if "eval_every_n_steps" in values["trainer"] else {every: int}
+    groups = {**config.types_of(Job), **{section: kind.settings for section, kind in KINDS.items()}}
+    found = {name: cls for name, cls in groups.items() if name in values and hasattr(cls, "__section__")}
+    return {
+        f"{group}.{key}": (get_args(hint := config.types_of(cls)[key]) or (hint,))[0]
+        for group, cls in found.items()
+        for key in config.required(cls)
+        if key not in values[group]
+    }
 
 
 def other_section(name: str, algorithm: str) -> str:

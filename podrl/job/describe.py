@@ -14,6 +14,7 @@ from podrl.config import plural
 from podrl.data.config import is_generated
 from podrl.data.mixture import split
 from podrl.data.pipeline import replaced_fields, system_prompt, takes_system_prompt, task_fields
+from podrl.data.template import own_words
 from podrl.job.config import Job
 from podrl.job.doubtful import doubtful
 from podrl.job.evaluation import unmeasured
@@ -23,6 +24,7 @@ from podrl.learner.no_updates import no_update_reasons, no_update_reasons_on_sam
 from podrl.mappings import JsonObject
 from podrl.mesh.build import describe_mesh
 from podrl.models import moe
+from podrl.rewards.compose import EPISODE_FIELDS
 from podrl.rundir.about import About, Table, print_about
 from podrl.runtime.pod import LEADER, Pod
 from podrl.runtime.roles import EVAL, ROLLOUT, TRAINER
@@ -214,7 +216,7 @@ def data_lines(job: Job) -> list[str]:
         fields |= dict.fromkeys([*part.fields, *task_fields(part.train[0], part.config)])
         own |= set(record) if isinstance(record := part.train[0], Mapping) else set(task_fields(record, part.config))
         hidden |= replaced_fields(record, part.config)
-    fields |= dict.fromkeys(["turns", "model_text", "sample_text"] if job.env.used else [])
+    fields |= dict.fromkeys(EPISODE_FIELDS if job.env.used else ())
     about = f"{reward_line(job)}\n"
     read, made = ([name for name in fields if (name in own) == from_record] for from_record in (True, False))
     about += f"Reward functions are given prompts, completions, and of the records: {', '.join(read)}."
@@ -237,8 +239,12 @@ def data_lines(job: Job) -> list[str]:
     for path in unused:
         about += f"\nWarning: data.system_prompt is not put before the records of {path} that are conversations or "
         about += "have a text in 'prompt': these are used as they are."
+    words = _words_of_template(job) if any(part.config.template == "chat" for part in opened.parts) else ""
+    if words:
+        about += f"\nThe chat template itself writes {words!r} before a question that has no system turn."
     if not before:
-        about += "\nNothing precedes a question (data.system_prompt)."
+        nothing = f"Nothing{' else' if words else ''} precedes a question (data.system_prompt)."
+        about += "\n" + ("data.system_prompt puts nothing before a question." if words is None else nothing)
     count = f"Data: {plural(sum(len(part.train) for part in opened.parts), 'record')} to train on, "
     about += "".join(f"\n{line}" for line in _set_lines(job))
     if not job.eval.problems:
@@ -258,6 +264,14 @@ def data_lines(job: Job) -> list[str]:
         fraction = f"Raise data.eval_fraction={data.eval_fraction:g}, or give data.eval_path."
         few = f" That is too few to tell before from after. {'' if data.eval_path else fraction}".rstrip()
     return [f"{count}{held_out} to evaluate on ({source}).{few}", about]
+
+
+def _words_of_template(job: Job) -> str | None:
+    """Returns the words that the chat template writes before a question; None if its files are not here."""
+    try:
+        return own_words(job.model.open_tokenizer(job.tokenizer))
+    except (ValueError, OSError):  # a later check refuses the files and names their key
+        return None
 
 
 def reward_line(job: Job) -> str:

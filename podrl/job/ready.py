@@ -32,7 +32,7 @@ from podrl.models.moe import check_balance, check_mesh
 from podrl.models.pretrained import check_positions, check_vocab
 from podrl.models.scalar import check_head
 from podrl.models.tensor_files import scan_directory
-from podrl.rewards.compose import Rewards
+from podrl.rewards.compose import EPISODE_FIELDS, Rewards
 from podrl.rollout.worker import check_eos
 from podrl.rundir.gauges import read_plan
 from podrl.rundir.sinks import check_installed
@@ -146,8 +146,7 @@ def check_rewards(job: Job, rewards: Rewards, tokenizer: Tokenizer) -> None:
     """
     if job.data.curriculum.used:
         job.data.curriculum.row(rewards.names)
-    # Episodes add these fields.
-    episode_fields = {"turns": "", "model_text": "", "sample_text": ""} if job.env.used else {}
+    episode_fields = dict.fromkeys(EPISODE_FIELDS if job.env.used else (), "")
     opened = split(job.data)
     rewards.check_answers(opened.unanswered)
     shown = [(part, [(at, episode_fields | fields) for at, fields in _shown(part, tokenizer)]) for part in opened.parts]

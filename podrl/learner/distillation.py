@@ -69,7 +69,7 @@ class DistilledGRPO(GRPO):
         if self._teacher.teacher == "reference" and not (cluster.directories["reference"] or cluster.teachers):
             raise ValueError(
                 f"grpo.teacher_coef={self._teacher.coef:g} needs a teacher, and the cluster has none: give "
-                "model.reference (in Python, reference= of RLCluster), or set grpo.teacher_coef=0."
+                "model.reference, or set grpo.teacher_coef=0."
             )
         self._rate, self._hint_tokens = config.teacher_rate, config.teacher_hint_tokens
         if self._teacher.teacher == "ema":

@@ -143,9 +143,9 @@ class Generator:
         samples = len(first.length_P) * (self._beside + self._group_size)
         if partial is not None and len(partial.samples) != samples:
             raise ValueError(
-                f"The checkpoint holds {len(partial.samples)} samples of the batch of step {step}, which now has "
-                f"{samples}: resume with the rollout.prompts_per_step and "
-                f"{self._config.section}.num_generations that it was begun with."
+                f"The checkpoint holds {len(partial.samples)} samples of the batch of step {step}, and the settings "
+                f"ask for {samples}: set rollout.prompts_per_step and {self._config.section}.num_generations to their "
+                "values at the start of this run."
             )
         return self._open_group(prompts, first, step, partial)
 

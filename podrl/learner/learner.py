@@ -11,6 +11,7 @@ from podrl.cluster.rl_cluster import RLCluster
 from podrl.config import Elsewhere, SavedByRun, as_settings, known_arguments, plural, refused_arguments, require
 from podrl.data.pipeline import PromptStream
 from podrl.data.shape import from_batches
+from podrl.data.template import own_words
 from podrl.learner import loop, recorder
 from podrl.learner.answers.supervised import AnswerReport
 from podrl.learner.distillation import make_grpo
@@ -27,8 +28,9 @@ from podrl.learner.rollouts import OfflineBatches
 from podrl.learner.run_environments import REWARD_NAME, environment_config, run_environments
 from podrl.learner.settings import GRPOConfig, PPOConfig
 from podrl.learner.traced_algorithm import TracedAlgorithm
-from podrl.mappings import ConfigValues, Record
-from podrl.rewards.compose import NamedRewards, RewardConfig, Rewards
+from podrl.mappings import ConfigValues, Record, TaskFields
+from podrl.python_names import speaks_python
+from podrl.rewards.compose import EPISODE_FIELDS, NamedRewards, RewardConfig, Rewards
 from podrl.rundir.run import Run
 from podrl.runtime.pod import Pod
 from podrl.runtime.roles import EVAL
@@ -40,8 +42,8 @@ from podrl.view.report import write_ending
 # What to use instead of arguments of TRL's GRPOTrainer, by their names.
 _TRL_ARGUMENTS = {
     "model": "it is RLCluster(actor=...), and the cluster is the first argument of the learner.",
-    "args": "its settings are those of podrl.RLTrainingConfig, RolloutConfig and GRPOConfig; docs/from-trl.md has the "
-    "names.",
+    "args": "its settings are fields of podrl.RLTrainingConfig, of podrl.RolloutConfig and of the second argument of "
+    "the learner; docs/from-trl.md has their names.",
     "train_dataset": "give the records to learner.train(records).",
     "eval_dataset": "give the records to learner.train(records, eval_records).",
     "processing_class": "the cluster has the tokenizer: RLCluster(..., tokenizer=DIR).",
@@ -49,6 +51,7 @@ _TRL_ARGUMENTS = {
     "reward_processing_classes": "a reward model is read with its own tokenizer: RLCluster(..., reward=DIR).",
     "optimizers": "say RLTrainingConfig(actor_optimizer=...), an optax transformation.",
     "callbacks": "metric_fns are called every step; every step is in metrics.jsonl.",
+    "roles": "the cluster places the models: podrl.ClusterConfig(role_to_mesh={podrl.Role.ACTOR: mesh, ...}).",
     "tools": "say environment=podrl.ToolEnvironment(...).",
     "environment_factory": "say environment='file.py:Name', or an EnvironmentConfig.",
 }
@@ -206,7 +209,9 @@ def learn_answers(
 class SampleLearner(SavedByRun):
     """Base class of GRPOLearner and PPOLearner: trains on samples that reward functions score."""
 
-    evaluate = Elsewhere("train(records, eval_records) evaluates before, every eval_every_n_steps, and after.")
+    evaluate = Elsewhere(
+        "train(records, eval_records) evaluates before step 1, every eval_every_n_steps updates, and at the end."
+    )
     can_enable_async_rollout = Elsewhere("batches are sampled ahead by max_staleness of the algorithm's settings.")
     should_sync_weights = Elsewhere("weights move after every step, unless trainer and rollout share them.")
 
@@ -239,7 +244,7 @@ class SampleLearner(SavedByRun):
         fns = (reward_fns,) if callable(reward_fns) or isinstance(reward_fns, str) else tuple(reward_fns)
         config = dataclasses.replace(config, fns=fns) if fns else config
         config.check_weights()
-        config.check_names("reward_fns" if fns else "reward.fns")
+        config.check_names("reward_fns" if fns else "RewardConfig.fns")
         if rl_cluster.reward_source and not config.model:
             config = dataclasses.replace(config, model=rl_cluster.reward_source)
         self._reward_config = config
@@ -257,6 +262,7 @@ class SampleLearner(SavedByRun):
         """The settings of the algorithm, under the name that Tunix has for them."""
         return self.config
 
+    @speaks_python
     @refused_arguments({"skip_jit": "the update is always compiled; set JAX_DISABLE_JIT=1 to follow it step by step."})
     @known_arguments
     def train(
@@ -301,7 +307,7 @@ class SampleLearner(SavedByRun):
                 "training_config.checkpoint_root_directory, with which a call of train goes on where the last one "
                 "ended (training_config.max_steps counts from the first step), or make a new cluster and learner."
             )
-        listed = not isinstance(train_ds, PromptStream)
+        listed, templated = not isinstance(train_ds, PromptStream), False
         if not isinstance(train_ds, PromptStream):
             several = isinstance(train_ds, Iterable) and not isinstance(train_ds, str)
             require(several, "train_ds", train_ds, "a list of records or batches of records; podrl.run reads files")
@@ -310,15 +316,17 @@ class SampleLearner(SavedByRun):
                 raise ValueError(f"train_ds={train_ds!r:.80} is empty: it must have at least one prompt or record.")
             if size and prompts_per_step not in (None, size):
                 raise ValueError(
-                    f"prompts_per_step={prompts_per_step}, but batches of the dataset have {plural(size, 'prompt')}: "
-                    "leave prompts_per_step out."
+                    f"prompts_per_step={prompts_per_step} contradicts train_ds, whose batches have "
+                    f"{plural(size, 'prompt')} each: leave prompts_per_step out, or give a list of records."
                 )
+            templated = any(isinstance(item, Mapping) and not isinstance(item.get("prompt"), str) for item in items)
             size = (size or prompts_per_step or 8) * self.config.prompt_batches
             train_ds = self._listed(items, size, shuffle_seed=self._shuffle_seed)
+        held_out: Sequence[tuple[str, TaskFields]] = ()
         if eval_ds is not None:
             if evaluator is not None:
                 raise ValueError("eval_ds and evaluator both say what is evaluated: give one of them.")
-            evaluator = self._evaluator(eval_ds)
+            evaluator, held_out = self._evaluator(eval_ds)
         prompts = train_ds.prompts_per_step // self.config.prompt_batches
         own = run is None
         if run is None:
@@ -340,6 +348,8 @@ class SampleLearner(SavedByRun):
                 f"Each question is preceded by {before!r}, because a reward function reads the tags that this text "
                 "asks for."
             )
+        if templated and (words := own_words(self.cluster.tokenizer)):
+            run.console.print(f"The chat template itself writes {words!r} before a question that has no system turn.")
         with run, contextlib.ExitStack() as stack:
             others = {REWARD_NAME: self._environment.reward_weight} if self._environment.used else {}
             stack.enter_context(
@@ -348,6 +358,8 @@ class SampleLearner(SavedByRun):
             if self._pod is None or not self.cluster.trains:
                 rewards: Rewards | NamedRewards = stack.enter_context(Rewards(self._reward_config, others))
                 rewards.check_answers(train_ds.unanswered)
+                for prompts_read in filter(None, (train_ds.listed, held_out)):
+                    self._check_fields(rewards, prompts_read)
                 run.watchdog.wait_sources.append(rewards.describe_waits)
                 self._generate = Generator(self.cluster, rewards, self.config, self._environment, spans=run.spans)
                 self._prompts = prompts
@@ -384,14 +396,31 @@ class SampleLearner(SavedByRun):
             system=instructions_for(self._reward_config.fns),
         )
 
-    def _evaluator(self, eval_ds: Iterable[str | Record]) -> Evaluator | None:
-        """Makes an evaluator that scores all held-out prompts with the run's reward functions; None without prompts."""
+    def _evaluator(self, eval_ds: Iterable[str | Record]) -> tuple[Evaluator | None, Sequence[tuple[str, TaskFields]]]:
+        """Makes an evaluator that scores all held-out prompts with the run's reward functions; None without prompts.
+
+        Returns:
+          The evaluator; place and fields of each prompt.
+        """
         items, _ = from_batches(list(eval_ds))
         if not items:
-            return None
-        batch, sampled = next(self._listed(items, len(items))), self.cluster.config.eval_sampling()
-        return Evaluator(self.cluster, [batch], EvalConfig(), rewards=self.rewards_of, sampled=sampled)
+            return None, ()
+        stream, sampled = self._listed(items, len(items)), self.cluster.config.eval_sampling()
+        evaluator = Evaluator(self.cluster, [next(stream)], EvalConfig(), rewards=self.rewards_of, sampled=sampled)
+        return evaluator, [(f"Held-out {place[0].lower()}{place[1:]}", fields) for place, fields in stream.listed]
 
+    def _check_fields(self, rewards: Rewards, records: Sequence[tuple[str, TaskFields]]) -> None:
+        """Refuses records that lack a field that a reward function takes, and functions with other arguments."""
+        of_episodes = dict.fromkeys(EPISODE_FIELDS if self._environment.used else (), "")
+        everywhere = set(of_episodes).union(*(fields for _, fields in records))
+        by_functions: dict[tuple[str, ...], list[tuple[str, TaskFields]]] = {}
+        for place, fields in records:
+            own = tuple(fields.get("reward_fns") or ())
+            by_functions.setdefault(own, []).append((place, {**of_episodes, **fields}))
+        for own, some in by_functions.items():
+            rewards.check_fields(some, own, everywhere)
+
+    @speaks_python
     def rewards_of(self, rollouts: Rollouts) -> dict[str, np.ndarray]:
         """Scores samples with the reward functions of the running training, in batches of the size of training batches.
 
@@ -467,6 +496,7 @@ class SampleLearner(SavedByRun):
 class GRPOLearner(SampleLearner):
     """Trains an RLCluster's actor with a GRPOConfig and reward functions."""
 
+    @speaks_python
     @refused_arguments(_TRL_ARGUMENTS)
     @known_arguments
     def __init__(
@@ -502,6 +532,7 @@ class GRPOLearner(SampleLearner):
 class PPOLearner(SampleLearner):
     """Trains an RLCluster's actor and critic with a PPOConfig and reward functions."""
 
+    @speaks_python
     @refused_arguments(_TRL_ARGUMENTS)
     @known_arguments
     def __init__(

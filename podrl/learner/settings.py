@@ -119,13 +119,13 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
         used = [f"{self.section}.{field}={coef:g}" for field, coef in coefs.items() if coef > 0]
         if not used:
             raise ValueError(
-                f"{self.section}.kl_target={target} steers the coefficient of the KL to the reference, but it is 0: "
-                f"start the coefficient above 0 ({' or '.join(f'{self.section}.{field}' for field in coefs)})."
+                f"{self.section}.kl_target={target} adapts the coefficient of the KL to the reference, and this "
+                f"coefficient is 0: set {' or '.join(f'{self.section}.{field}' for field in coefs)} above 0."
             )
         if len(used) > 1:
             raise ValueError(
-                f"{self.section}.kl_target={target} steers one coefficient, but the KL to the reference is in two "
-                f"places: set {' or '.join(used)} to 0."
+                f"{self.section}.kl_target={target} adapts one coefficient, but the KL to the reference has two, "
+                f"{' and '.join(used)}: set one of these keys to 0."
             )
 
     # Objects and numbers that the learner derives from the settings.
@@ -255,17 +255,19 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
                         f"{name}.max_staleness to at least 2, or leave {key} out."
                     )
             return
-        refused = {
-            f"{name}.max_staleness=0: there is nothing for a clock to decide. Set at least 1": not self.max_staleness,
-            f"rollout.window_tokens={rollout.window_tokens}: windows end by the clock. Leave it out": (
-                rollout.window_tokens is not None
-            ),
-            f"env.calls_per_window={calls_per_window}: windows end by the clock. Leave it out": (
-                calls_per_window is not None
-            ),
-        }
-        for text in (text for text, found in refused.items() if found):
-            raise ValueError(f"rollout.clock='wall' does not go with {text}, or set rollout.clock='tokens'.")
+        if not self.max_staleness:
+            raise ValueError(
+                f"rollout.clock='wall' does not go with {name}.max_staleness=0, where every step waits for samples of "
+                f"its own weights: set {name}.max_staleness to at least 1, or rollout.clock='tokens'."
+            )
+        windows = {"rollout.window_tokens": (rollout.window_tokens, "tokens")}
+        windows |= {"env.calls_per_window": (calls_per_window, "calls")}
+        for key, (value, counted) in windows.items():
+            if value is not None:
+                raise ValueError(
+                    f"rollout.clock='wall' does not go with {key}={value}, because time ends a window, not the number "
+                    f"of its {counted}: leave {key} out, or set rollout.clock='tokens'."
+                )
 
     def check_curriculum(self, rollout: RolloutConfig) -> None:
         """Refuses settings that data.curriculum cannot be combined with.
@@ -487,10 +489,11 @@ class GRPOConfig(AlgorithmConfig, KLLossSettings, GroupSettings):
                 "one of them above 0."
             )
         if self.teacher_coef and any(self.kl_coefs().values()):
-            used = ", ".join(f"grpo.{field}={coef:g}" for field, coef in self.kl_coefs().items() if coef)
+            used = {f"grpo.{field}": f"grpo.{field}={coef:g}" for field, coef in self.kl_coefs().items() if coef}
             raise ValueError(
-                f"grpo.teacher_coef={self.teacher_coef:g} takes model.reference as the teacher, and {used} would pull "
-                "the policy towards the same model a second time: set it to 0, or grpo.teacher_coef=0."
+                f"grpo.teacher_coef={self.teacher_coef:g} compares the policy with a teacher, "
+                f"{' and '.join(used.values())} with a reference, and a job compares it with one model: set "
+                f"{' and '.join(used)} to 0, or grpo.teacher_coef to 0."
             )
 
     def _check_sources(self) -> None:

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from podrl.models import decoder, hf_load, hf_save, lora, peft_files
 from podrl.models.config import LoraConfig, ModelConfig
+from podrl.python_names import speaks_python
 from podrl.storage import hub, storage
 from podrl.types import PyTree
 
@@ -86,6 +87,7 @@ def _logits(params: PyTree, tokens_BT: Array, config: ModelConfig, dtype: jnp.dt
     return decoder.unembed(params, hidden_BTD, config)
 
 
+@speaks_python
 def from_pretrained(
     directory: str | pathlib.Path,
     mesh: Mesh | None = None,

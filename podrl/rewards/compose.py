@@ -33,6 +33,7 @@ RewardFn = Callable[..., Sequence[float]]
 _log = logging.getLogger(__name__)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 8.0
 _ARGUMENTS_OF_TRL = ("completion_ids", "prompt_ids", "trainer_state")
+EPISODE_FIELDS = ("turns", "model_text", "sample_text")  # fields that an environment adds to those of the records
 _JUDGE_S = 5.0  # seconds that the judge has after its own deadline to report an error
 # If the error of a function has one of these texts, the function exceeded the limit in this field of reward.limits.
 _LIMITS = {
@@ -270,8 +271,8 @@ class Rewards:
             scored = [f for f in self._functions if f.scores(own) and not f.dataset]
             if asking := [f.name for f in scored if "answer" in needs[f.name]]:
                 raise ValueError(
-                    f"{place}, which {', '.join(asking)} of reward.fns needs: name the field that holds it in "
-                    "data.answer_field, or choose rewards that need no answer."
+                    f"{place}, and {', '.join(asking)} of reward.fns {'reads' if len(asking) == 1 else 'read'} an "
+                    "answer: name the field that holds it in data.answer_field, or choose rewards that read no answer."
                 )
 
     def check_fields(

@@ -90,16 +90,18 @@ def leading(fn: Callable[..., object]) -> list[str] | None:
     """Names the arguments that get prompts and completions by their place; a positional-only argument ends in '/'.
 
     Returns:
-      At most two names; None if the function takes completions by name, or any number of arguments.
+      Two names, fewer if there are no more, or all positional-only arguments if these are more. None if the function
+      takes completions by name, or any number of arguments.
     """
     try:
         parameters = list(inspect.signature(fn).parameters.values())
     except (TypeError, ValueError):
         return None
-    if any(p.name == "completions" or p.kind is p.VAR_POSITIONAL for p in parameters):
+    only = [p for p in parameters if p.kind is p.POSITIONAL_ONLY]
+    if any(p.kind is p.VAR_POSITIONAL or (p.name == "completions" and p not in only) for p in parameters):
         return None
-    placed = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return [p.name + "/" * (p.kind is p.POSITIONAL_ONLY) for p in placed[:2]]
+    placed = [p for p in parameters if p in only or p.kind is p.POSITIONAL_OR_KEYWORD]
+    return [p.name + "/" * (p in only) for p in placed[: max(2, len(only))]]
 
 
 def mistaken(first: Sequence[str] | None, fields: Collection[str], name: str) -> str:
@@ -117,7 +119,8 @@ def mistaken(first: Sequence[str] | None, fields: Collection[str], name: str) ->
     if not first:
         return f"has no argument for the prompts and none for the completions: {define}, **fields)"
     shown = ", ".join([*first, "..."])
-    what = f"{taken[0]!r} is a field of the records" if taken else "it takes fewer"
+    what = "it takes fewer" if len(first) < 2 else "the others come by name, which '/' forbids"
+    what = f"{taken[0]!r} is a field of the records" if taken else what
     others = "".join(f", {argument}" for argument in taken)
     return (
         f"is defined with ({shown}), but its first two arguments get the prompts and the completions, "

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import IO
+from typing import IO, Any
 
 import rich.console
 import rich.live
@@ -16,10 +16,19 @@ import rich.progress
 import rich.table
 import rich.text
 
+from podrl import python_names
+
 # Number of columns that is enough for the tables when the output goes to a file.
 _WIDTH = 124
 _NARROW = 60  # a terminal with fewer columns gets a run's table without means
 _LAST = 10  # number of steps over which a mean is taken
+
+
+class _Console(rich.console.Console):
+    """A console that names the present user's settings in the lines that it prints."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        super().print(*(python_names.line(one) if isinstance(one, str) else one for one in objects), **options)
 
 
 def make_console(
@@ -34,7 +43,7 @@ def make_console(
       file: file to print to; None prints to standard output or standard error.
     """
     terminal = (file or (sys.stderr if stderr else sys.stdout)).isatty()
-    return rich.console.Console(
+    return _Console(
         file=file,
         # Without this, output to files would have colours if FORCE_COLOR or TTY_COMPATIBLE is set, as CI systems do.
         force_terminal=terminal,

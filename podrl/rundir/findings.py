@@ -4,6 +4,7 @@ import dataclasses
 import json
 
 from podrl.mappings import ConfigValues, LogRecord
+from podrl.python_names import in_python
 from podrl.rundir import token_checks  # noqa: F401 - the import adds to CHECKS
 from podrl.rundir.checks import CHECKS
 from podrl.rundir.history import KINDS, Past, kind_of
@@ -47,6 +48,9 @@ class Examination:
     def __init__(self, config: ConfigValues):
         """Begins an examination of a run; `config` is the content of its config.json."""
         self._past = Past(config)
+        self._python = (
+            "trainer" in config and "data" not in config
+        )  # True for the run of a learner, which has no data.*
         self._open = list(CHECKS)
 
     def see(self, record: LogRecord) -> list[Finding]:
@@ -59,10 +63,9 @@ class Examination:
         for row in [row for row in self._open if row.kind == kind]:
             if text := row.look(record, self._past):
                 self._open.remove(row)
-                key = row.key.replace("SECTION", self._past.section)
-                found.append(
-                    Finding(row.name, int(record["step"]), text, row.meaning, key, str(record.get("sample", "")))
-                )
+                said = in_python if self._python else str
+                texts = said(text), said(row.meaning), said(row.key.replace("SECTION", self._past.section))
+                found.append(Finding(row.name, int(record["step"]), *texts, str(record.get("sample", ""))))
         self._past.add(kind, record)
         return found
 

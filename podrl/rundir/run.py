@@ -11,6 +11,7 @@ from typing import Any
 import rich.console
 
 from podrl.mappings import ConfigValues, SavedState
+from podrl.python_names import speaks_python
 from podrl.rundir import gauges, identity
 from podrl.rundir.console import make_console
 from podrl.rundir.metrics import LogConfig, MetricsLog, read_metrics
@@ -79,6 +80,7 @@ class Run:
       on_takeover: functions that are called before this process takes over another process's samples.
     """
 
+    @speaks_python
     def __init__(
         self,
         workdir: str | os.PathLike | None,

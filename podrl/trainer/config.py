@@ -200,8 +200,8 @@ class RLTrainingConfig(AdamSettings):
         needs_end = self.schedule != "constant" or self.warmup_fraction > 0
         if needs_end and self.max_steps is None:
             raise ValueError(
-                f"trainer.schedule={self.schedule!r} with trainer.warmup_fraction={self.warmup_fraction} needs the "
-                "number of steps: set trainer.max_steps."
+                f"trainer.schedule={self.schedule!r} with trainer.warmup_fraction={self.warmup_fraction} depends on "
+                "the number of updates, which trainer.max_steps=None leaves open: set trainer.max_steps."
             )
         updates = self.max_steps or 0
         return {"warmup_steps": round(self.warmup_fraction * updates), "decay_steps": updates}

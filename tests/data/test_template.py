@@ -2,6 +2,8 @@
 
 import json
 import pathlib
+import re
+import shutil
 
 import pytest
 
@@ -47,3 +49,22 @@ def test_every_answer_of_the_real_gsm8k_is_a_number():
         answers = [template.gsm8k_answer(json.loads(line)["answer"]) for line in lines]
     assert len(answers) > 1000
     assert all(float(a) == int(float(a)) for a in answers)
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("{% if messages[0].role != 'system' %}{{ turn('system', 'You help.') }}{% endif %}{{ all }}", "You help."),
+        ("{{ turn('system', 'Today: 26 Jul 2024') }}{{ all }}", "Today: 26 Jul 2024"),
+        ("{{ all }}", ""),
+        ("{% for m in messages %}{% if m.role == 'user' %}[Q] {{ m.content }} [/Q]{% endif %}{% endfor %}", ""),
+        ("{% if messages[1:] %}{{ raise_exception('one turn') }}{% endif %}{{ all }}", ""),
+    ],
+)
+def test_words_that_the_template_writes_by_itself_are_found_without_marks_of_turns(source, words, tmp_path):
+    start, end = "<start_of_turn>", "<end_of_turn>\n"
+    every = f"{{% for m in messages %}}{start}{{{{ m.role }}}}\n{{{{ m.content }}}}{end}{{% endfor %}}{start}model\n"
+    source = re.sub(r"{{ turn\('(\w+)', '(.+?)'\) }}", rf"{start}\1\n\2{end}", source).replace("{{ all }}", every)
+    shutil.copytree(TINY, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "chat_template.jinja").write_text(source)
+    assert template.own_words(Tokenizer(tmp_path)) == words

@@ -1,15 +1,18 @@
 """The dry run of every algorithm: formula, numbers, and its batch arithmetic in plain words."""
 
+import dataclasses
 import io
 import json
 import os
 import re
+import shutil
 
 import jax
 import pytest
 from endpoints import joined
 from ml_collections import ConfigDict
 
+import podrl
 from podrl.algorithms.presets import PRESETS
 from podrl.job import describe, job, placement
 from podrl.job.config import complete, parse
@@ -256,6 +259,29 @@ def test_an_aggregation_under_a_frameworks_name():
     assert found.algo.loss_agg_mode == "sequence-mean-token-scale"
     with pytest.raises(ValueError, match=r"grpo.loss_agg_mode='seq-mean-token-sum-norm' has more than one meaning"):
         planned("grpo", grpo={"loss_agg_mode": "seq-mean-token-sum-norm"})
+
+
+def test_a_dry_run_names_the_words_that_the_chat_template_puts_before_a_question(tmp_path):
+    """Tells of a default system prompt, and says that nothing precedes a question only if it knows the template."""
+    own = tmp_path / "own.jsonl"
+    own.write_text('{"question": "q", "answer": "1"}\n')
+    shutil.copytree(podrl.TINY, tmp_path / "kind")
+    (tmp_path / "kind" / "chat_template.jinja").write_text(
+        "{% if messages[0].role != 'system' %}<start_of_turn>system\nYou help.<end_of_turn>\n{% endif %}"
+        "{% for m in messages %}<start_of_turn>{{ m.role }}\n{{ m.content }}<end_of_turn>\n{% endfor %}"
+    )
+    data = {"path": str(own), "system_prompt": ""}
+    said = {
+        "": "\nNothing precedes a question (data.system_prompt).\n",
+        str(
+            tmp_path / "kind"
+        ): "\nThe chat template itself writes 'You help.' before a question that has no system turn."
+        "\nNothing else precedes a question (data.system_prompt).\n",
+        str(tmp_path / "gone"): "\ndata.system_prompt puts nothing before a question.\n",
+    }
+    found, _ = planned("grpo", data=data)
+    for tokenizer, lines in said.items():
+        assert lines in "\n".join(describe.data_lines(dataclasses.replace(found, tokenizer=tokenizer))) + "\n"
 
 
 def test_a_dry_run_counts_records_and_names_the_fields_of_reward_functions(tmp_path):

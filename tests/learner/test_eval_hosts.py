@@ -137,11 +137,11 @@ def test_without_a_host_the_wait_ends_with_a_word():
         until(lambda: all(pods[0].is_lost(host) for host in HOSTS.eval))
         assert pods[0].describe_waits() == "", "the trainer does not wait for the evaluation yet"
         collects: Any = leader._evaluations._work
-        with pytest.raises(LateError, match=r"trainer 0 waited 0 s for an evaluation host: none of roles\.eval\.hosts"):
+        with pytest.raises(LateError, match=r"trainer 0 waited 0 s for an evaluation host: none of the hosts of"):
             leader.evaluated(wait=True)
         assert "an evaluation host for evaluation/2: none is in the job" in pods[0].describe_waits()
         leader.close()
-        with pytest.raises(LateError, match="waited for evaluation/2, but not all of its shares were made"):
+        with pytest.raises(LateError, match=r"for the scores of evaluation/2, but only \d of \d shares were scored"):
             collects.result(DEADLINE_S)
 
 

@@ -88,7 +88,7 @@ def test_checkpoints_without_a_place_are_refused(cluster, more):
 def test_a_reward_function_that_is_nowhere_is_refused_when_the_learner_is_made(cluster, name, why):
     with pytest.raises(ValueError, match=rf"^reward_fns='{name}'.*{why}"):
         podrl.GRPOLearner(cluster, podrl.GRPOConfig(), reward_fns=name)
-    with pytest.raises(ValueError, match=rf"^reward\.fns='{name}'.*{why}"):
+    with pytest.raises(ValueError, match=rf"^RewardConfig\.fns='{name}'.*{why}"):
         podrl.GRPOLearner(cluster, podrl.GRPOConfig(), reward_config=podrl.RewardConfig(fns=(name,)))
 
 

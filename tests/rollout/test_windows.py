@@ -284,6 +284,6 @@ def test_a_quantum_follows_the_longest_samples():
 
 def test_a_window_is_a_number_of_whole_dispatches():
     with pytest.raises(
-        ValueError, match=r"rollout.window_tokens=12 must be a multiple of rollout.steps_per_dispatch=8"
+        ValueError, match=r"RolloutConfig.window_tokens=12 must be a multiple of RolloutConfig.steps_per_dispatch=8"
     ):
         RolloutConfig(window_tokens=12)

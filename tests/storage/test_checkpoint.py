@@ -230,7 +230,7 @@ def test_no_thread_waits_for_directories_that_cannot_be_made(tmp_path, monkeypat
 
 
 def test_settings_are_checked():
-    with pytest.raises(ValueError, match=r"checkpoint\.keep=0"):
+    with pytest.raises(ValueError, match=r"^CheckpointConfig\.keep=0"):
         CheckpointConfig(keep=0)
 
 

@@ -170,7 +170,9 @@ def test_errors_name_values_and_keys():
     odd = _config(mini_batch_size=2, train_micro_batch_size=3, gradient_accumulation_steps=2)
     with pytest.raises(ValueError, match=r"=2 makes 8 sequences, not micro-batches of 3 x"):
         pack_shape(odd, make_mesh("fsdp=1", jax.devices()[:1]), sequences=8, max_length=100)
-    with pytest.raises(ValueError, match=r"trainer\.max_steps=0 must be a whole number in \[1, 2147483647\] or None"):
+    with pytest.raises(
+        ValueError, match=r"^RLTrainingConfig\.max_steps=0 must be a whole number in \[1, 2147483647\] or"
+    ):
         _config(max_steps=0)
-    with pytest.raises(ValueError, match=r"trainer.warmup_fraction=1.5 must be a number in \[0, 1\)"):
+    with pytest.raises(ValueError, match=r"^RLTrainingConfig.warmup_fraction=1.5 must be a number in \[0, 1\)"):
         _config(warmup_fraction=1.5)

@@ -50,7 +50,9 @@ def test_an_update_without_a_finite_gradient_leaves_the_state_on_the_host_as_it_
 
 
 def test_an_optimizer_of_ones_own_is_refused():
-    with pytest.raises(ValueError, match=r"trainer\.offload='optimizer' .* set trainer\.offload='none'"):
+    with pytest.raises(
+        ValueError, match=r"^RLTrainingConfig\.offload='optimizer' .* set RLTrainingConfig\.offload='none'"
+    ):
         RLTrainingConfig(eval_every_n_steps=0, max_steps=1, offload="optimizer", actor_optimizer=optax.sgd(1.0))
 
 

@@ -74,7 +74,11 @@ class EvaluationShares:
             whole = lambda: len(self._scores) == len(self._hosts)  # noqa: E731
             self._changed.wait_for(lambda: whole() or self._over >= 0, deadline_s)
             if not whole():
-                raise LateError(f"{self._pod.name} waited for {name}, but not all of its shares were made.")
+                raise LateError(
+                    f"{self._pod.name} waited for the scores of {name}, but only {len(self._scores)} of "
+                    f"{len(self._hosts)} shares were scored by the hosts of roles.eval.hosts: start the same command "
+                    "again."
+                )
             return [self._scores[share] for share in range(len(self._hosts))]
 
     def forget(self, names: Iterable[str]) -> None:
@@ -94,8 +98,9 @@ class EvaluationShares:
             absent_since = None if self._present() else absent_since or time.monotonic()
             if absent_since is not None and time.monotonic() - absent_since > self._deadline_s:
                 raise LateError(
-                    f"{self._pod.name} waited {self._deadline_s:.0f} s for an evaluation host: none of "
-                    "roles.eval.hosts is in the job, and an evaluation is to be made. Start the same command again."
+                    f"{self._pod.name} waited {self._deadline_s:.0f} s for an evaluation host: none of the hosts of "
+                    "roles.eval.hosts has joined the job, and an evaluation needs one. Start the same command on all "
+                    "hosts again."
                 )
 
     def close(self, step: int) -> None:
