@@ -74,7 +74,7 @@ def in_python(text: str, own: Mapping[str, str] = {}) -> str:
       text: a message that names keys of the configuration, such as 'rollout.lanes=3 must be ...'.
       own: names of further classes, by their group.
     """
-    classes, ways = {**_CLASSES, **own}, dict[str, str]()
+    classes, ways = {**own, **_CLASSES, **own}, dict[str, str]()  # the groups of `own` come first
 
     def said(found: re.Match[str]) -> str:
         key = found["key"]
@@ -106,9 +106,14 @@ def in_python(text: str, own: Mapping[str, str] = {}) -> str:
 
 
 def from_outside() -> bool:
-    """Returns True if the call of the function that asks came from code that is not podrl's."""
+    """Returns True if the call of the function that asks came from code that is not podrl's.
+
+    Settings that `podrl.config.build` makes of a mapping have keys, whoever calls it.
+    """
     frame = inspect.currentframe()
     while frame is not None and frame.f_globals.get("__name__") in _PASSED:
+        if frame.f_code.co_name == "build":
+            return False
         frame = frame.f_back
     return frame is None or not str(frame.f_globals.get("__name__")).startswith("podrl.")
 

@@ -59,7 +59,9 @@ def test_rewards_scaled_by_the_batch():
     found_B = advantages.group_relative(reward_B, group_B=of(reward_B, 2), scale="batch", eps=1e-4)
     np.testing.assert_allclose(found_B, np.array([0.5, -0.5, 1.0, -1.0]) / (reward_B.std(ddof=1) + 1e-4))
     for name in ("rloo", "pass_at_k"):
-        with pytest.raises(ValueError, match=r"advantage_scale='batch' is for grpo\.advantage_estimator='grpo'"):
+        with pytest.raises(
+            ValueError, match=r"advantage_scale='batch' is for GroupSettings\.advantage_estimator='grpo'"
+        ):
             GroupSettings(advantage_estimator=name, advantage_scale="batch")
 
 
@@ -191,8 +193,8 @@ def test_whitening():
         (lambda: advantages.group_relative(REWARD_B, group_B=of(REWARD_B, 4), scale="var"), "advantage_scale='var'"),
         (lambda: advantages.group_relative(REWARD_B, group_B=of(REWARD_B, 4), ddof=2), "advantage_ddof=2"),
         (lambda: advantages.group_relative(REWARD_B, group_B=of(REWARD_B, 1), singleton="no"), "singleton='no'"),
-        (lambda: GroupSettings(advantage_estimator="grpo2"), "grpo.advantage_estimator='grpo2' .* rloo"),
-        (lambda: GAESettings(gamma=1.5), "ppo.gamma=1.5"),
+        (lambda: GroupSettings(advantage_estimator="grpo2"), "GroupSettings.advantage_estimator='grpo2' .* rloo"),
+        (lambda: GAESettings(gamma=1.5), "GAESettings.gamma=1.5"),
         (lambda: GAESettings(gae_lambda=-1.0), "gae_lambda=-1.0"),
         (lambda: GroupSettings(advantage_eps=0.0), "advantage_eps=0.0"),
     ],

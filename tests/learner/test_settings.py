@@ -129,20 +129,24 @@ def test_kl_in_the_loss_is_steered_and_survives_a_checkpoint():
 @pytest.mark.parametrize(
     ("cls", "values", "message"),
     [
-        (GRPOConfig, {"kl_target": 1.0, "beta": 0.0}, "grpo.beta or grpo.kl_in_reward"),
-        (GRPOConfig, {"kl_target": 1.0, "kl_in_reward": 0.1}, "set grpo.beta=0.04 or grpo.kl_in_reward=0.1 to 0"),
+        (GRPOConfig, {"kl_target": 1.0, "beta": 0.0}, "GRPOConfig.beta or GRPOConfig.kl_in_reward"),
+        (
+            GRPOConfig,
+            {"kl_target": 1.0, "kl_in_reward": 0.1},
+            r"GRPOConfig.beta=0.04 and \w+.kl_in_reward=0.1: set one",
+        ),
         (GRPOConfig, {"kl_target": 1.0, "kl_horizon": 0.0}, "kl_horizon=0.0"),
-        (PPOConfig, {"kl_target": 1.0, "beta": 0.0}, "ppo.beta"),
-        (PPOConfig, {"dynamic_sampling": True}, "ppo.num_generations of at least 2"),
+        (PPOConfig, {"kl_target": 1.0, "beta": 0.0}, "PPOConfig.beta"),
+        (PPOConfig, {"dynamic_sampling": True}, "PPOConfig.num_generations of at least 2"),
         (GRPOConfig, {"dynamic_sampling_batches": 1}, r"a whole number in \[2, "),
         (PPOConfig, {"advantage_estimator": "grpo"}, "algorithm=grpo"),
         (GRPOConfig, {"advantage_estimator": "gae"}, "algorithm=ppo"),
-        (PPOConfig, {"clip_range_value": 0.0}, "ppo.clip_range_value=0.0"),
-        (PPOConfig, {"epsilon": 2.0}, "ppo.epsilon=2.0"),
-        (PPOConfig, {"gae_lambda": 1.5}, "ppo.gae_lambda=1.5"),
-        (PPOConfig, {"mini_batch_size": 4}, "trainer.mini_batch_size"),
-        (GRPOConfig, {"mismatch_bound": 0.0}, "grpo.mismatch_bound=0.0"),
-        (GRPOConfig, {"no_stop_reward": float("nan")}, "grpo.no_stop_reward"),
+        (PPOConfig, {"clip_range_value": 0.0}, "PPOConfig.clip_range_value=0.0"),
+        (PPOConfig, {"epsilon": 2.0}, "PPOConfig.epsilon=2.0"),
+        (PPOConfig, {"gae_lambda": 1.5}, "PPOConfig.gae_lambda=1.5"),
+        (PPOConfig, {"mini_batch_size": 4}, "RLTrainingConfig.mini_batch_size"),
+        (GRPOConfig, {"mismatch_bound": 0.0}, "GRPOConfig.mismatch_bound=0.0"),
+        (GRPOConfig, {"no_stop_reward": float("nan")}, "GRPOConfig.no_stop_reward"),
     ],
 )
 def test_bad_settings_name_the_key(cls, values, message):
@@ -167,9 +171,11 @@ def test_a_group_of_one_is_refused_where_it_teaches_nothing(estimator, singleton
         advantage_BT = GRPOConfig(**values).estimator()(*arrays, group_B=np.arange(len(arrays[0])))
         assert np.any(advantage_BT != 0)
         return
-    with pytest.raises(ValueError, match=f"num_generations=1 with grpo.advantage_estimator='{estimator}'") as error:
+    with pytest.raises(
+        ValueError, match=f"num_generations=1 with GRPOConfig.advantage_estimator='{estimator}'"
+    ) as error:
         GRPOConfig(**values)
-    assert ("grpo.singleton='raw'" in str(error.value)) == (estimator != "pass_at_k")
+    assert ("GRPOConfig.singleton='raw'" in str(error.value)) == (estimator != "pass_at_k")
     if estimator == "pass_at_k":
         return
     estimated = GRPOConfig(**(values | {"num_generations": 2})).estimator()
@@ -244,11 +250,14 @@ def test_stale_samples_are_corrected_by_default_and_fresh_ones_are_not(settings_
     [
         (
             {"stale_bound": 2, "max_staleness": 2},
-            r"grpo.stale_bound=2 leaves nothing out.*grpo.max_staleness=2 steps",
+            r"GRPOConfig.stale_bound=2 leaves nothing out.*GRPOConfig.max_staleness=2 steps",
         ),
-        ({"stale_bound": 1}, "grpo.stale_bound=1 leaves nothing out"),
-        ({"stale_bound": 0, "max_staleness": 2}, r"grpo.stale_bound=0 must"),
-        ({"stale_bound": 1, "max_staleness": 2, "policy_loss_fn": "gmpo"}, "grpo.stale_bound=1 drops single tokens"),
+        ({"stale_bound": 1}, "GRPOConfig.stale_bound=1 leaves nothing out"),
+        ({"stale_bound": 0, "max_staleness": 2}, r"GRPOConfig.stale_bound=0 must"),
+        (
+            {"stale_bound": 1, "max_staleness": 2, "policy_loss_fn": "gmpo"},
+            "GRPOConfig.stale_bound=1 drops single tokens",
+        ),
     ],
 )
 def test_a_bound_on_age_that_cannot_be_kept_is_refused(settings, message):

@@ -180,7 +180,7 @@ def of_the_old(logprob_BT, old_logprob_BT, advantage_BT):
         ({"policy_loss_fn": of_the_logarithm}, r"the loss of of_the_logarithm is nan .* and advantage=-1: it must be"),
         ({"policy_loss_fn": of_the_root}, r"the gradient of of_the_root is nan where logprob=-0\.5, old_logprob=-0\.5"),
         ({"policy_loss_fn": of_the_old}, r"gradient of of_the_old .* is 0 at all 12 tokens .* no update would change"),
-        ({"policy_loss_fn": f"{HERE}:tanh_klip"}, r"grpo\.policy_loss_fn=.*has no function or class 'tanh_klip'"),
+        ({"policy_loss_fn": f"{HERE}:tanh_klip"}, r"GRPOConfig\.policy_loss_fn=.*has no function or class 'tanh_klip'"),
         ({"policy_loss_fn": "gone.py:f"}, r"gone\.py does not exist"),
         ({"policy_loss_fn": no_default}, r"keyword 'scale' of no_default must have a number as default, or be one of"),
         ({"policy_loss_fn": one_number}, r"one_number returns .* it must return the loss of every token"),
