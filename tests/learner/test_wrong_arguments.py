@@ -106,3 +106,57 @@ def test_fewer_micro_batches_than_wished_are_said_once_when_training_begins(clus
     GRPO(cluster, podrl.GRPOConfig(), samples=16, log=said.append)
     (text,) = [text for text in said if "gradient_accumulation_steps" in text]
     assert text.startswith("Warning: trainer.gradient_accumulation_steps=1000 is more than an update can have here")
+
+
+def needs_target(prompts, completions, target, **fields):
+    return [0.0] * len(completions)
+
+
+def needs_target_by_name(prompts, completions, *, target):
+    return [0.0] * len(completions)
+
+
+def takes_nothing():
+    return []
+
+
+def takes_one_place(texts, /):
+    return [0.0] * len(texts)
+
+
+def takes_three_places(prompts, completions, target, /):
+    return [0.0] * len(completions)
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (needs_target, r"^Prompt 0 has no field 'target' \(it has question, goal\), which needs_target of reward_fns"),
+        (needs_target_by_name, r"^Prompt 0 has no field 'target' \(it has question, goal\)"),
+        (lambda prompts, completions, target: [], r"^Prompt 0 has no field 'target' \(it has question, goal\)"),
+        (takes_nothing, r"^reward_fns: reward function takes_nothing has no argument for the prompts"),
+        (takes_one_place, r"^reward_fns: .* is defined with \(texts/, \.\.\.\), .* and it takes fewer"),
+        (takes_three_places, r"target/, \.\.\.\), .* and the others come by name, which '/' forbids"),
+    ],
+)
+def test_a_function_with_other_arguments_is_refused_before_anything_is_sampled(cluster, function, reason):
+    learner = podrl.GRPOLearner(cluster, podrl.GRPOConfig(), reward_fns=function)
+    with pytest.raises(ValueError, match=reason):
+        learner.train([{"prompt": "1 + 1 =", "goal": 2}] * 2, prompts_per_step=2)
+    assert "rollout" not in vars(cluster), "the engine was made"
+
+
+def test_held_out_records_have_the_fields_of_functions_too(cluster):
+    learner = podrl.GRPOLearner(cluster, podrl.GRPOConfig(), reward_fns=needs_target)
+    with pytest.raises(ValueError, match=r"^Held-out prompt 0 has no field 'target' \(it has question\)"):
+        learner.train([{"prompt": "1 + 1 =", "target": 2}] * 2, ["1 + 2 ="], prompts_per_step=2)
+
+
+def test_roles_are_answered_with_the_meshes_of_the_cluster(cluster_config):
+    for call in (
+        lambda: podrl.RLCluster(actor="tiny", cluster_config=cluster_config, roles={}),  # pyright: ignore[reportCallIssue]
+        lambda: podrl.GRPOLearner(None, None, roles={}),  # pyright: ignore[reportCallIssue, reportArgumentType]
+        lambda: podrl.ClusterConfig(roles={}),  # pyright: ignore[reportCallIssue]
+    ):
+        with pytest.raises((TypeError, ValueError), match=r"roles'?: .*role_to_mesh=\{podrl\.Role\.ACTOR: mesh"):
+            call()
