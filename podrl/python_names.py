@@ -45,6 +45,7 @@ _WAYS = {
     "data.question_field": "the field of the question is 'question', 'prompt' or 'messages'",
     "data.answer_field": "the field of the answer is 'answer'",
     "data.system_prompt": "write the instructions into the records",
+    "data.sources": "GRPOConfig.sources has the settings of sources",
     "data.*": "prepare the records before you pass them to train",
     "eval.*": "pass records to evaluate on as the second argument of train",
     "log.*": "pass train(records, run=Run(DIR, log=LogConfig(...))), with Run of podrl.rundir.run and LogConfig of "

@@ -111,7 +111,7 @@ def test_settings_of_windows_need_an_engine_of_windows_before_anything_is_loaded
     with pytest.raises(ValueError, match=message):
         parse(values)
     if group == "rollout":
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=message.replace("rollout\\", "RolloutConfig\\")):
             configured("podrl", podrl.RolloutConfig(engine=f"{mine}:Engine", **changed))
 
 

@@ -233,7 +233,7 @@ def test_prompts_that_are_all_too_long_are_refused_as_without_a_curriculum(token
 
 
 def test_settings_that_contradict_each_other_are_refused(tokenizer, files):
-    with pytest.raises(ValueError, match=r"data\.curriculum\.hard_rate=0\.8 must be below"):
+    with pytest.raises(ValueError, match=r"^CurriculumConfig\.hard_rate=0\.8 must be below"):
         CurriculumConfig(hard_rate=0.8)
     with pytest.raises(ValueError, match=r"are 1\.2 together: they must be at most 1"):
         CurriculumConfig(easy_share=0.6, hard_share=0.6)

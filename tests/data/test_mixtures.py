@@ -301,7 +301,9 @@ def test_a_path_beside_sources_is_refused_unless_it_is_that_of_a_configuration()
     sources: tuple = ({"path": "problems"},)
     for path in ("", "sums", "problems"):
         assert DataConfig(path=path, sources=sources).path == ""
-    with pytest.raises(ValueError, match=r"data\.path='mine\.jsonl' is not read, because data\.sources names the data"):
+    with pytest.raises(
+        ValueError, match=r"DataConfig\.path='mine\.jsonl' is not read, because DataConfig\.sources names the"
+    ):
         DataConfig(path="mine.jsonl", sources=sources)
 
 

@@ -216,7 +216,9 @@ def test_verifiers_takes_the_place_of_a_program():
     config = EnvironmentConfig(verifiers="vf/bin/python")
     assert config.used and config.choices == ("program",) and config.branches
     assert config.command[:2] == ["vf/bin/python", "-P"] and pathlib.Path(config.command[2]).exists()
-    with pytest.raises(ValueError, match=r"env\.verifiers='a' beside env\.program='b'"):
+    with pytest.raises(ValueError, match=r"EnvironmentConfig\.verifiers='a' beside EnvironmentConfig\.program='b'"):
         EnvironmentConfig(verifiers="a", program="b")
-    with pytest.raises(ValueError, match=r"env\.verifiers='a' beside .*env\.tools=\('calculator',\)"):
+    with pytest.raises(
+        ValueError, match=r"EnvironmentConfig\.verifiers='a' beside .*EnvironmentConfig\.tools=\('calculator',\)"
+    ):
         EnvironmentConfig(verifiers="a", tools=("calculator",))

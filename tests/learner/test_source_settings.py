@@ -264,13 +264,21 @@ def test_every_host_that_trains_knows_the_sources_of_prompts():
         (
             {"policy_loss_fn": "ipo"},
             {"loss_algo": "gspo-token"},
-            r"name a loss, and so does grpo.loss_algo='gspo-token'",
+            r"name a loss, and so does GRPOConfig.loss_algo='gspo-token'",
         ),
-        ({"policy_loss_fn": "no"}, {}, r"'chat' \(data.sources: grpo\): grpo.policy_loss_fn='no' is not a policy loss"),
+        (
+            {"policy_loss_fn": "no"},
+            {},
+            r"'chat' \(data.sources: grpo\): GRPOConfig.policy_loss_fn='no' is not a policy loss",
+        ),
         ({"advantage_estimator": "remax"}, {}, r"greedy samples are drawn for all prompts or for none"),
         ({"reward_coef": 0.0}, {}, r"leave nothing to learn from"),
-        ({"teacher_coef": 1.0}, {"beta": 0.1}, r"takes model.reference as the teacher, and grpo.beta=0.1"),
-        ({"reward_coef": 0.0, "teacher_coef": 1.0}, {"dynamic_sampling": True}, r"set grpo.dynamic_sampling=False"),
+        ({"teacher_coef": 1.0}, {"beta": 0.1}, r"with a teacher, GRPOConfig.beta=0.1 with a reference"),
+        (
+            {"reward_coef": 0.0, "teacher_coef": 1.0},
+            {"dynamic_sampling": True},
+            r"set GRPOConfig.dynamic_sampling=False",
+        ),
         ({"policy_loss_fn": "gmpo"}, {}, r"must be 'sequence-mean-token-mean' for gmpo"),
     ],
 )

@@ -48,7 +48,9 @@ def test_eight_prompts_of_four_samples_split_as_in_tunix():
     assert (shape.micro_batches, shape.rows) == (2, 8)
     half = dataclasses.replace(training, train_micro_batch_size=None, micro_batch_sequences=2)
     assert pack_shape(half, mesh, sequences=sequences, max_length=100, group_size=4).rows == 2
-    with pytest.raises(ValueError, match=r"train_micro_batch_size=2 counts prompts, trainer\.micro_batch_sequences=8"):
+    with pytest.raises(
+        ValueError, match=r"train_micro_batch_size=2 counts prompts, RLTrainingConfig\.micro_batch_sequences=8"
+    ):
         dataclasses.replace(training, micro_batch_sequences=8)
 
 
@@ -73,7 +75,7 @@ def test_a_damaged_config_has_no_last_step():
 
 def test_a_cache_holds_prompt_and_completion():
     podrl.RolloutConfig(max_prompt_length=64, max_tokens_to_generate=64, kv_cache_size=128)
-    with pytest.raises(ValueError, match=r"exceed rollout\.kv_cache_size=127"):
+    with pytest.raises(ValueError, match=r"exceed RolloutConfig\.kv_cache_size=127"):
         podrl.RolloutConfig(max_prompt_length=64, max_tokens_to_generate=64, kv_cache_size=127)
 
 

@@ -77,7 +77,7 @@ def test_adapters_of_experts_are_refused_on_a_model_without(tmp_path):
     from_pretrained(EXPERTS, lora=dataclasses.replace(LORA, pattern="expert_in")).save_adapters(
         tmp_path / "a", base="x"
     )
-    with pytest.raises(ValueError, match=r"lora\.pattern='expert_in' matches no projection of a gemma2 model"):
+    with pytest.raises(ValueError, match=r"^LoraConfig\.pattern='expert_in' matches no projection of a gemma2 model"):
         from_pretrained(FIXTURE, adapters=tmp_path / "a")
     path = tmp_path / "a" / "adapter_config.json"
     raw = json.loads(path.read_text())
@@ -123,7 +123,7 @@ def test_dropout_scales_what_it_keeps_and_only_when_asked(tokens_BT):
 @pytest.mark.parametrize("pattern", ["q_einsum", "attn", ""])
 def test_a_pattern_that_matches_nothing_is_refused(pattern):
     with pytest.raises(
-        ValueError, match=r"lora\.pattern=.* matches no projection: .* gate, up, down, expert_in, expert_out"
+        ValueError, match=r"^LoraConfig\.pattern=.* matches no projection: .* gate, up, down, expert_in, expert_out"
     ):
         LoraConfig(rank=4, pattern=pattern)
 
@@ -133,7 +133,7 @@ def test_patterns_match_short_and_hugging_face_names():
     assert [n for n in PROJECTIONS if config.covers(n)] == ["q", "v", "down"]
     with pytest.raises(ValueError, match=r"is not a regular expression"):
         LoraConfig(rank=4, pattern="(q")
-    with pytest.raises(ValueError, match=r"lora\.dropout=1\.0"):
+    with pytest.raises(ValueError, match=r"^LoraConfig\.dropout=1\.0"):
         LoraConfig(rank=4, dropout=1.0)
 
 

@@ -111,7 +111,7 @@ def test_merging_gives_the_dense_model_of_the_rounded_weights(tmp_path, family, 
 
 
 def test_what_makes_no_sense_is_refused():
-    with pytest.raises(ValueError, match=r"lora\.base_dtype='int3' must be '', 'int8' or 'int4'"):
+    with pytest.raises(ValueError, match=r"^LoraConfig\.base_dtype='int3' must be '', 'int8' or 'int4'"):
         LoraConfig(rank=4, base_dtype="int3")
     with pytest.raises(ValueError, match="need adapters"):
         LoraConfig(rank=0, base_dtype="int8")

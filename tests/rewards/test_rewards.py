@@ -265,9 +265,12 @@ def test_functions_that_are_not_there(fn, message):
     [
         ({"fns": ()}, r"reward\.fns is empty"),
         ({"weights": (1.0,)}, r"reward\.weights has 1 value for 4 functions"),
-        ({"weights": (1.0, 1.0, 1.0, float("nan"))}, r"reward\.weights\[3\]=nan must be a number in \[-1e9, 1e9\]"),
-        ({"deadline_s": 0.0}, r"reward\.deadline_s=0\.0"),
-        ({"workers": 0}, r"reward\.workers=0"),
+        (
+            {"weights": (1.0, 1.0, 1.0, float("nan"))},
+            r"^RewardConfig\.weights\[3\]=nan must be a number in \[-1e9, 1e9\]",
+        ),
+        ({"deadline_s": 0.0}, r"^RewardConfig\.deadline_s=0\.0"),
+        ({"workers": 0}, r"^RewardConfig\.workers=0"),
     ],
 )
 def test_bad_configurations(values, message):

@@ -153,7 +153,7 @@ def test_references_of_every_form(tmp_path):
 
 def test_settings_that_make_no_sense_are_refused():
     for key, value in {"extract": "(", "pattern": "(", "choices": "AA"}.items():
-        with pytest.raises(ValueError, match=rf"reward\.text\.{key}"):
+        with pytest.raises(ValueError, match=rf"TextConfig\.{key}"):
             dataclasses.replace(PLAIN, **{key: value})
 
 
