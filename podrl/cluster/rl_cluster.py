@@ -199,6 +199,7 @@ class RLCluster(SavedByRun):
         """
         return self.config.rollout(mode)
 
+    @speaks_python
     def make_critic(self) -> Critic | None:
         """Returns the critic, after making it if there is none; None on a process that does not train.
 

@@ -497,10 +497,10 @@ def lacking(values: Mapping[str, Any]) -> dict[str, type]:
     Args:
       values: the configuration with all defaults, see `complete`.
     """
-    groups = {**config.types_of(Job), **{section: kind.settings for section, kind in KINDS.items()}}
+    groups: dict[str, Any] = {**config.types_of(Job), **{section: kind.settings for section, kind in KINDS.items()}}
     found = {name: cls for name, cls in groups.items() if name in values and hasattr(cls, "__section__")}
     return {
-        f"{group}.{key}": (get_args(hint := config.types_of(cls)[key]) or (hint,))[0]
+        f"{group}.{key}": next(iter(get_args(config.types_of(cls)[key])), str)
         for group, cls in found.items()
         for key in config.required(cls)
         if key not in values[group]

@@ -108,7 +108,7 @@ def test_a_critic_of_its_own_has_its_base_on_the_host():
 
 
 def test_layers_kept_for_the_backward_pass_are_refused():
-    with pytest.raises(ValueError, match=r"trainer\.remat='none' keeps the copies .*='dots'"):
+    with pytest.raises(ValueError, match=r"RLTrainingConfig\.remat='none' keeps the copies .*='dots'"):
         RLTrainingConfig(eval_every_n_steps=0, offload="base", remat="none")
 
 

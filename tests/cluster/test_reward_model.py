@@ -174,9 +174,13 @@ def test_a_dense_model_on_a_mesh_of_its_own_that_cuts_experts_is_refused(directo
     roles |= {role: make_mesh("expert=2", devices[i : i + 2]) for role, i in ((Role.REWARD, 4), (Role.CRITIC, 6))}
     training = RLTrainingConfig(eval_every_n_steps=0)
     config = ClusterConfig(role_to_mesh=roles, training_config=training, rollout_config=RolloutConfig())
-    with pytest.raises(ValueError, match=r"roles\.reward\.mesh='expert=2' .* a gemma2 model has none"):
+    with pytest.raises(
+        ValueError, match=r"^ClusterConfig\.role_to_mesh\[Role\.REWARD\]='expert=2' .* a gemma2 model has none"
+    ):
         RLCluster(actor=TINY, reward=directory, cluster_config=config)
-    with pytest.raises(ValueError, match=r"roles\.critic\.mesh='expert=2' .* a gemma2 model has none"):
+    with pytest.raises(
+        ValueError, match=r"^ClusterConfig\.role_to_mesh\[Role\.CRITIC\]='expert=2' .* a gemma2 model has none"
+    ):
         RLCluster(actor=TINY, cluster_config=config).make_critic()
 
 

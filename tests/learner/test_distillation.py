@@ -180,9 +180,9 @@ def test_a_teacher_is_asked_for_and_is_no_reference_beside():
         with pytest.raises(ValueError, match=r"teacher_coef=1 distills .* --config.model.reference=DIR"):
             parsed("opd", {}, model=where)
     cases = {
-        "takes model.reference as the teacher, and grpo.beta=0.04 would": {"teacher_coef": 1.0, "beta": 0.04},
-        "grpo.reward_coef=0, grpo.teacher_coef=0 and .* leave nothing to learn from": {"reward_coef": 0.0},
-        "grpo.teacher_kl='full' needs a teacher, and grpo.teacher_coef=0 means there is none": {"teacher_kl": "full"},
+        "with a teacher, GRPOConfig.beta=0.04 with a reference, and": {"teacher_coef": 1.0, "beta": 0.04},
+        "GRPOConfig.reward_coef=0, GRPOConfig.teacher_coef=0 and .* leave nothing to learn from": {"reward_coef": 0.0},
+        "GRPOConfig.teacher_kl='full' needs a teacher, and GRPOConfig.teacher_coef=0 means": {"teacher_kl": "full"},
         "gives no sample an advantage": {"num_generations": 1, "teacher_coef": 1.0, "beta": 0.0},
     }
     for said, changes in cases.items():

@@ -119,7 +119,9 @@ def test_a_critic_among_the_rollouts_devices_is_refused_from_python_too():
 
 
 def test_settings_that_cannot_be():
-    with pytest.raises(ValueError, match=r"roles.reward.mesh='data=2' must be 'rollout' with roles.colocated=True"):
+    with pytest.raises(
+        ValueError, match=r"RolesConfig.reward.mesh='data=2' must be 'rollout' with RolesConfig.colocated"
+    ):
         RolesConfig(reward=placement.AuxiliaryConfig("data=2"), colocated=True)
     with pytest.raises(ValueError, match=r"config\.roles\.critic has no key 'hosts': a critic and teachers are on"):
         build(RolesConfig, {"critic": {"mesh": "fsdp=2", "hosts": "1"}}, "config.roles")

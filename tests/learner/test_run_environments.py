@@ -122,7 +122,7 @@ def test_the_room_of_an_environment_is_to_be_set(tmp_path):
     rollout = podrl.RolloutConfig(max_tokens_to_generate=24)
     settings = podrl.ClusterConfig(role_to_mesh=roles, training_config=training, rollout_config=rollout)
     cluster = podrl.RLCluster(actor="tiny", cluster_config=settings)
-    with pytest.raises(ValueError, match=r"rollout\.max_response_tokens is not set.*max_tokens_to_generate=24"):
+    with pytest.raises(ValueError, match=r"^RolloutConfig\.max_response_tokens is not set.*max_tokens_to_generate=24"):
         podrl.GRPOLearner(cluster, podrl.GRPOConfig(), environment="a.py:B")
     podrl.GRPOLearner(cluster, podrl.GRPOConfig(), "answer")
 
