@@ -6,7 +6,6 @@ import itertools
 import json
 import statistics
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,10 +21,10 @@ from podrl.rundir.identity import DEFAULTS, last_step
 from podrl.storage.seal import unseal
 from podrl.storage.storage import Place, is_remote, locate
 from podrl.view.lines import JsonLinesReader, Series
+from podrl.view.liveness import state
 from podrl.view.units import unit
 
 STOPS = ("end", "length", "stop string", "failed", "environment", "deadline", "calls")
-_LIVE_S = 90.0  # a run without a summary counts as stopped if its metrics are older than this
 _TICK = 1e-7  # seconds by which ends of spans may differ and still count as equal
 # For each measured stage: (name of the planned quantity on the page, key of this quantity in the plan).
 _PLANNED = {
@@ -34,6 +33,7 @@ _PLANNED = {
     "update": ("score and update", "trainer_s"),
     "publish": ("publish", "move_s"),
 }
+_SEARCHED = 50  # number of the newest traced steps whose samples are searched
 _SHOWN = 4000  # largest number of spans in an answer
 
 
@@ -83,15 +83,18 @@ class RunFiles:
         self.update()
         columns, summary = self.series.columns, self.json("summary.json")
         most = last_step(self.config())
-        ended = bool(summary) and summary.get("steps") == self.series.last_step
-        age = self._age()
+        ended, step_s = bool(summary) and summary.get("steps") == self.series.last_step, self._median("time/step")
+        word, note = state(self._path, finished=ended, step_s=step_s or 0.0)
         return {
             "name": self.name,
             "place": self.place,
             "step": self.series.last_step,
             "max_steps": most,
-            "state": "ended" if ended else "live" if age is not None and age < _LIVE_S else "stopped",
-            "left_s": self._left(most) if not ended else None,
+            "state": word,
+            "note": note,
+            "left_s": None
+            if ended or step_s is None or most is None
+            else max(most - self.series.last_step, 0) * step_s,
             "metrics": sorted(columns),
             "units": {name: unit(name) for name in sorted(columns)},
             "last": {
@@ -130,20 +133,6 @@ class RunFiles:
         if not self.config():
             sentences.append("config.json cannot be read.")
         return sentences
-
-    def _age(self) -> float | None:
-        if is_remote(self._path):
-            return 0.0
-        try:
-            return time.time() - (self._path / "metrics.jsonl").stat().st_mtime  # type: ignore[union-attr]
-        except OSError:
-            return None
-
-    def _left(self, most: int | None) -> float | None:
-        seconds = [s for s in self.series.columns.get("time/step", ([], []))[1][-20:] if s is not None]
-        if not seconds or most is None:
-            return None
-        return max(most - self.series.last_step, 0) * float(np.median(seconds))
 
     def json(self, name: str) -> JsonObject:
         """Returns the object in a JSON file of the run; {} if the file is missing or damaged."""
@@ -273,12 +262,17 @@ class RunFiles:
         return [epsilon if section.get(key) is None else section[key] for key in ("epsilon_low", "epsilon_high")]
 
     def samples(self, wanted: Mapping[str, str]) -> JsonObject:
-        """Returns 100 of the samples in `found`, beginning at the number `wanted["offset"]`, and the total count."""
-        found, offset = self.found(wanted), _number_of(wanted, "offset", int) or 0
-        return {"count": len(found), "offset": offset, "rows": found[offset : offset + 100]}
+        """Returns 100 of the samples in `found`, beginning at the number `wanted["offset"]`, and the total count.
+
+        An offset beyond the last sample gives the last 100. `left_out` is True if older steps were not searched.
+        """
+        found = self.found(wanted)
+        offset = min(max(_number_of(wanted, "offset", int) or 0, 0), max(len(found) - 1, 0) // 100 * 100)
+        left_out = len(self.traced()) > _SEARCHED and not wanted.get("step")
+        return {"count": len(found), "offset": offset, "left_out": left_out, "rows": found[offset : offset + 100]}
 
     def found(self, wanted: Mapping[str, str]) -> list[JsonObject]:
-        """Returns the samples that a search finds in the last 50 traced steps, newest step first.
+        """Returns the samples that a search finds in the newest 50 traced steps, newest step first.
 
         If no step is traced, the lines of samples.jsonl are searched.
 
@@ -294,7 +288,7 @@ class RunFiles:
             steps = [step for step in steps if str(step) == wanted["step"]]
         found: list[JsonObject] = []
         bounds = (_number_of(wanted, "low", float), _number_of(wanted, "high", float))
-        for step in reversed(steps[-50:]):
+        for step in reversed(steps[-_SEARCHED:]):
             try:
                 found += [row for row in _rows(self.step(step)) if _fits(row, wanted, *bounds)]
             except ValueError as error:

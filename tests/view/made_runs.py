@@ -15,12 +15,16 @@ from podrl.rundir import identity
 from podrl.rundir.about import About, Table, write_about
 from podrl.rundir.metrics import LogConfig, MetricsLog
 from podrl.rundir.tracing import TraceSteps, Tracing
+from podrl.storage import lock
 
 HOSTILE = "</script><script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\">"
 
 
 def made(path, *, steps, max_steps=12, seed=0, trace="sampled", note=extras):
-    """Writes a run directory with `steps` of `max_steps` steps, and with summary.json if these numbers are equal."""
+    """Writes a run directory with `steps` of `max_steps` steps.
+
+    If these numbers are equal, the run has its summary.json; otherwise this process is the run's.
+    """
     config = LogConfig(to=(), trace=trace)
     log = MetricsLog(path, config, start=0, run_config={})
     log.write(0, {"eval/greedy_answer": 0.25, "eval/error/greedy_answer": 0.02})
@@ -40,6 +44,8 @@ def made(path, *, steps, max_steps=12, seed=0, trace="sampled", note=extras):
         after = {"greedy_answer": 0.5, "error/greedy_answer": 0.03}
         summary = {"steps": steps, "before": {"greedy_answer": 0.25}, "after": after, "seconds": {"step": 6.0}}
         (path / "summary.json").write_text(json.dumps(summary))
+    else:
+        (path / lock.NAME).write_text(lock.Owner.me().text())
     log.close()
     if tracing is not None:
         tracing.close()

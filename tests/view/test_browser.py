@@ -1,15 +1,18 @@
 """The page in a real browser: the content of every view for every kind of run, speed, layout shifts, keyboard."""
 
+import contextlib
+import dataclasses
 import json
 import sys
 
 import numpy as np
 import pytest
 from browser import CHROMIUM, browser, served
-from made_runs import HOSTILE, damaged, made, with_tools
+from made_runs import HOSTILE, damaged, made, spans, with_tools
 from waits import until
 
 from podrl.rundir.trace import read_step
+from podrl.storage import lock
 from podrl.view.__main__ import main
 
 pytestmark = [
@@ -320,6 +323,140 @@ def test_charts_are_saved_as_pictures_and_tables(address, page, tmp_path):
     assert {row.partition(",")[0] for row in rows} == {"whole", "grows", "damaged", "tools"}, (
         "metrics.csv has the metrics of all runs"
     )
+
+
+# Numbers of pixels in the colours of the first two runs, around the evaluation of step 0, where there are no curves.
+DOTS = """(() => {
+  const canvas = document.querySelector('.plot canvas'), {width, height} = canvas;
+  const left = document.querySelector('.u-over').offsetLeft;
+  const pixels = canvas.getContext('2d').getImageData(Math.max(left - 15, 0), 0, 30, height).data;
+  const hues = [0, 1].map((run) => podrl.color(run).match(/[0-9a-f]{2}/g).map((hex) => parseInt(hex, 16)));
+  const counts = [0, 0];
+  for (let i = 0; i < pixels.length; i += 4)
+    hues.forEach((hue, run) => { counts[run] += hue.every((value, k) => Math.abs(value - pixels[i + k]) < 8); });
+  return counts;
+})()"""
+
+
+@pytest.mark.parametrize("metric", ["accuracy/answer", "eval/greedy_answer"])
+def test_evaluations_of_equal_runs_do_not_hide_each_other(metric, page, tmp_path):
+    for name in ("one", "two"):
+        made(tmp_path / name, steps=12, trace="off")
+    with served(tmp_path / "one", tmp_path / "two") as found:
+        page.open(f"{found}/curves?find={metric}")
+        first, second = page.ask(DOTS)
+        assert first > 15 and 0.5 < first / second < 2, (first, second)
+        page.open("about:blank", ready=False)
+
+
+@pytest.fixture
+def spread(tmp_path, page):
+    """Yields the address of a run whose last step has as many lanes as the test asks for, in a window of 1400 x 900."""
+    size = {"width": 1400, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    with contextlib.ExitStack() as open_servers:
+
+        def served_with(lanes):
+            path = made(tmp_path / str(lanes), steps=12)
+            of_one = spans(12)[2:] if lanes < 3 else spans(12)
+            hosts = [{**of_one[0], "lane": "rollout", "host": f"rollout {host}"} for host in range(lanes - 3)]
+            few = [span for span in of_one if lanes > 1 or span["lane"] == "loop"]
+            (path / "spans.jsonl").write_text("".join(json.dumps(span) + "\n" for span in few + hosts))
+            return open_servers.enter_context(served(path))
+
+        page.call("Emulation.setDeviceMetricsOverride", **size)
+        yield served_with
+        page.open("about:blank", ready=False)
+        page.width(0)
+
+
+@pytest.mark.parametrize("lanes", [1, 3, 40])
+def test_the_timeline_fills_the_window(lanes, spread, page):
+    page.open(f"{spread(lanes)}/timeline")
+    room = page.ask("document.documentElement.scrollHeight - innerHeight")
+    table = page.ask("document.querySelector('.paths').getBoundingClientRect().bottom")
+    high = page.ask("document.querySelector('.lanes').getBoundingClientRect().height")
+    if lanes == 40:
+        assert 720 <= high - 28 < 900, "lanes are as low as a line of text"
+    else:
+        assert room == 0 and 850 < table <= 900 and high > 600
+
+
+def test_samples_are_read_page_by_page_and_the_address_holds_page_and_filters(tmp_path, page):
+    path = made(tmp_path / "many", steps=1, max_steps=1, trace="off")
+    with (path / "samples.jsonl").open("w") as file:
+        for i in range(500):
+            text = {"prompt": f"question {i}", "completion": "odd" if i % 2 else "even"}
+            file.write(json.dumps({"step": i, "reward": i / 1000, **text}) + "\n")
+
+    def told():
+        heads = "[...document.querySelectorAll('.found tbody tr td:first-child')].map((each) => each.innerText)"
+        return page.ask("document.querySelector('#view > p').innerText"), page.ask(heads)
+
+    def press(text, shown):
+        button = f"[...document.querySelectorAll('button')].filter((each) => each.innerText === '{text}')"
+        assert page.ask(f"{button}.map((each) => each.disabled)") == [False, False], "above and below the samples"
+        page.ask(f"{button}[1].click()")
+        page.until(f"document.querySelector('#view > p').innerText.includes('{shown}')")
+
+    with served(path) as found:
+        page.open(f"{found}/samples")
+        line, steps = told()
+        visited = page.ask("history.length")
+        assert "500 samples, of which these are 1 to 100" in line and (steps[0], len(steps)) == ("499", 100)
+        assert page.ask("document.querySelector('#view > p button').disabled")
+        page.ask("document.querySelector('[name=q]').value = 'odd'")
+        page.ask("document.querySelector('[name=q]').dispatchEvent(new Event('change'))")
+        page.until("document.querySelector('#view > p').innerText.includes('250 samples')")
+        press("next 100", "101 to 200")
+        assert page.ask("scrollY") == 0
+        press("next 100", "201 to 250")
+        assert page.ask("[...document.querySelectorAll('#view > p button')].at(-1).disabled")
+        before = told()
+        assert before[1] == [str(step) for step in range(99, 0, -2)]
+        assert page.ask("location.pathname + location.search") == "/samples?q=odd&offset=200"
+        assert page.ask("history.length") == visited, "turning pages and filtering add nothing to go back through"
+        page.open(page.ask("location.href"))
+        assert told() == before and page.ask("document.querySelector('[name=q]').value") == "odd"
+        press("previous 100", "101 to 200")
+        low = "document.querySelector('[name=low]')"
+        page.ask(f"{low}.value = '0.4'; {low}.dispatchEvent(new Event('change'))")
+        page.until("document.querySelector('#view > p').innerText.includes('50 samples')")
+        assert page.ask("location.search") == "?q=odd&low=0.4", "other filters begin at the first page"
+        page.open(page.ask("location.href"))
+        line, steps = told()
+        assert line.strip() == "50 samples" and len(steps) == 50
+        page.open("about:blank", ready=False)
+
+
+def test_the_top_says_in_a_word_whether_a_run_is_healthy_and_goes_on(page, tmp_path):
+    for name in ("well", "ill", "grows", "died", "begun"):
+        made(
+            tmp_path / name,
+            steps=1 if name == "begun" else 12,
+            max_steps=20 if name in ("grows", "died") else 12,
+            trace="off",
+        )
+    with (tmp_path / "ill" / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 12, "actor/nonfinite": 1.0, "time/step": 0.5}) + "\n")
+    summary = json.loads((tmp_path / "ill" / "summary.json").read_text())
+    summary["before"]["error/greedy_answer"], summary["after"]["greedy_answer"] = 0.02, 0.1
+    (tmp_path / "ill" / "summary.json").write_text(json.dumps(summary))
+    gone = dataclasses.replace(lock.Owner.me(), born="0")
+    (tmp_path / "died" / lock.NAME).write_text(gone.text())
+    with served(*(tmp_path / name for name in ("well", "ill", "grows", "died", "begun"))) as found:
+        page.open(f"{found}/run")
+        page.until("document.querySelectorAll('.verdict').length === 5")
+        tops = page.ask("[...document.querySelectorAll('.chip')].map((each) => each.innerText)")
+        words = page.ask(
+            "[...document.querySelectorAll('.chip')].map((each) => each.querySelector('.verdict').innerText)"
+        )
+        page.open("about:blank", ready=False)
+    assert words == ["✓ healthy", "✗ 1 finding", "✓ healthy", "no findings", "too early to say"]
+    well, ill, grows, died, begun = tops
+    assert "finished" in well and "25.0\u00a0% → 50.0\u00a0%" in well and "worse" not in well
+    assert "25.0\u00a0% → 10.0\u00a0%, worse" in ill and "step 12, gradient not finite" in ill
+    assert "● running" in grows and "4 s left" in grows and "● running" in begun
+    assert "died" in died and f"Its process is gone ({gone.shown})" in died and "left" not in died
 
 
 def test_an_hour_of_the_timeline_is_a_button(address, page):

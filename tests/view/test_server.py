@@ -1,8 +1,10 @@
 """The server of podrl.view: its answers for complete, damaged and growing runs, and the requests that it refuses."""
 
+import dataclasses
 import importlib.util
 import itertools
 import json
+import os
 import pathlib
 import re
 import sys
@@ -13,6 +15,7 @@ from made_runs import HOSTILE, damaged, made, with_tools
 
 from podrl import doctor
 from podrl.rundir.metrics import LogConfig
+from podrl.storage import lock
 from podrl.view.__main__ import main
 from podrl.view.report import report
 from podrl.view.runs import RunFiles, critical_path, typical_step
@@ -92,9 +95,32 @@ def test_the_first_address_is_that_of_the_curves(ask):
 
 def test_runs_are_described(ask):
     one, two = ask.json("/data/runs")
-    assert (one["name"], one["step"], one["max_steps"], one["state"]) == ("one", 12, 12, "ended")
-    assert (two["state"], two["left_s"]) == ("live", 45 * 0.5)
+    assert (one["name"], one["step"], one["max_steps"], one["state"]) == ("one", 12, 12, "finished")
+    assert (two["state"], two["left_s"]) == ("running", 45 * 0.5)
     assert one["last"]["reward/mean"] == 1.2 and one["traced"] == [1, 10] and one["problems"] == []
+
+
+def test_a_run_that_goes_on_and_one_that_has_died_are_told_apart(tmp_path):
+    path = made(tmp_path / "run", steps=3, max_steps=9)
+    file, owner = path / lock.NAME, lock.Owner.me()
+    told = lambda: tuple(RunFiles(str(path)).describe()[name] for name in ("state", "note"))  # noqa: E731
+    assert told() == ("running", "")
+    os.utime(path / "metrics.jsonl", (1, 1))
+    os.utime(file, (1, 1))
+    assert told()[0] == "running" and re.fullmatch(r"No record for \d+ days\.", told()[1])
+    file.write_text(dataclasses.replace(owner, born="0").text())
+    assert told() == ("died", f"Its process is gone ({owner.shown}): the same command resumes it.")
+    file.write_text(dataclasses.replace(owner, machine="another").text())
+    assert told() == ("running", ""), "the lease of another machine was renewed just now"
+    os.utime(file, (1, 1))
+    state, note = told()
+    assert state == "silent" and note.endswith(f" from {owner.shown}: look there whether it still runs.")
+    with (path / "metrics.jsonl").open("a") as lines:
+        lines.writelines(json.dumps({"step": step, "time/step": 1e9}) + "\n" for step in range(4, 9))
+    os.utime(path / "metrics.jsonl", (1, 1))
+    assert told() == ("running", ""), "its steps take longer than this"
+    file.unlink()
+    assert told()[0] == "stopped" and "the same command resumes it" in told()[1]
 
 
 def test_metrics_are_given_by_name_and_thinned(ask):
@@ -333,6 +359,11 @@ def test_a_run_without_a_trace_shows_its_samples(tmp_path):
     rows = run.samples({})["rows"]
     assert rows[0]["completion"] == HOSTILE and rows[0]["reward"] == 1.0
     assert rows[0]["truth"] == "0" and rows[0]["rewards"] == {"exact": 1.0}
+    with (tmp_path / "run" / "samples.jsonl").open("w") as file:
+        file.writelines(json.dumps({"step": i, "prompt": "p", "completion": "c"}) + "\n" for i in range(250))
+    for offset, first, count in (("", 249, 100), ("200", 49, 50), ("250", 49, 50), ("9999", 49, 50), ("-3", 249, 100)):
+        found = RunFiles(str(tmp_path / "run")).samples({"offset": offset})
+        assert (found["count"], found["rows"][0]["step"], len(found["rows"])) == (250, first, count), offset
 
 
 def test_the_report_needs_nothing_and_holds_samples_as_data(runs, tmp_path):

@@ -125,41 +125,53 @@ const podrl = (() => {
 
   // The line of runs, with the most important numbers of each.
   const WANTED = [["accuracy/answer", "accuracy"], ["reward/mean", "reward"], ["sft/loss", "loss"], ["dpo/loss", "loss"],
-    ["reward/kl", "KL"], ["actor/kl", "KL"], ["opd/reverse_kl", "KL to the teacher"], ["completion/length_mean", "length"], ["time/step", "s/step"]];
+    ["reward/kl", "KL"], ["actor/kl", "KL"], ["opd/reverse_kl", "KL to the teacher"], ["completion/length_mean", "length"], ["time/step", "a step takes"]];
+  const percent = (value) => value === null || value === undefined ? "–" : `${(100 * value).toFixed(1)}\u00a0%`;
+  const ABBREVIATED = { seconds: "s", 1: "", reward: "" };
+  function measure(value, unit = "") {
+    return unit === "share of 1" ? percent(value) : `${number(value, 3)}\u00a0${ABBREVIATED[unit] ?? unit}`.trim();
+  }
 
   function chip(run, index) {
     const progress = run.max_steps ? `step ${run.step} of ${run.max_steps}` : `step ${run.step}`;
-    const left = run.left_s && run.state === "live" ? `, ${time(run.left_s)} left` : "";
+    const left = run.left_s && run.state === "running" ? `, ${time(run.left_s)} left` : "";
     const facts = [];
     const before = (run.summary || {}).before || {}, after = (run.summary || {}).after || {};
     const measured = ["greedy_answer", "sampled_answer", "greedy_reward", "sampled_reward"].find((n) => n in after);
     if (measured) {
-      facts.push(fact(`held-out ${measured.replace("_", " ")}`, `${number(before[measured], 3)} → ${number(after[measured], 3)}`));
+      const [first, last] = [before, after].map((mean) => interval(measured, mean[measured], mean[`error/${measured}`], mean.records));
+      const worse = first && last && last[1] < first[0];
+      const [from, to] = [before, after].map((mean) => isShare(measured) ? percent(mean[measured]) : number(mean[measured], 3));
+      facts.push(fact(`held-out ${measured.replace("_", " ")}`, `${measured in before ? `${from} → ` : ""}${to}${worse ? ", worse" : ""}`, worse));
     }
     const labels = new Set();
     for (const [name, label] of WANTED) {
       if (facts.length > 4 || run.last[name] === undefined || labels.has(label)) continue;
       labels.add(label);
-      facts.push(fact(label, `${number(run.last[name], 3)}${label === "length" ? " tokens" : ""}`));
+      facts.push(fact(label, measure(run.last[name], run.units[name])));
     }
     const swatch = el("span", { className: "swatch" });
     swatch.style.background = color(index);
     return el("section", { className: "chip" }, swatch,
       link("run", { run: index }, { className: "name", title: run.place }, run.name),
-      el("span", { className: `state ${run.state}` }, run.state),
+      el("span", { className: `state ${run.state}` }, run.state === "running" ? "● running" : run.state, given && run.state === "running" ? " when this file was written" : ""),
       el("span", { className: "quiet" }, progress + left), facts,
-      run.problems.map((text) => el("span", { className: "problem", role: "alert" }, text)), doctor(index));
+      [run.note, ...run.problems].filter(Boolean).map((text) => el("span", { className: "problem", role: "alert" }, text)), doctor(index));
   }
 
   // The findings of podrl.doctor in a run. Closed, they take one line, so that nothing moves when they arrive.
   const found = new Map(), unfolded = new Set();
   function doctor(index) {
     if (!found.has(index)) return el("p", { className: "doctor quiet" }, "Doctor: looking at the records…");
-    const { found: said, problem } = found.get(index);
-    if (problem) return el("p", { className: "doctor quiet" }, `Doctor: ${problem}`);
-    if (!said.length) return el("p", { className: "doctor well" }, "✓ Doctor: nothing found.");
+    const { found: said, problem } = found.get(index), run = runs[index];
+    const verdict = (kind, word) => el("b", { className: `verdict ${kind}` }, word);
+    const steps = `${run.step} step${run.step === 1 ? "" : "s"}`;
+    if (problem) return el("p", { className: "doctor" }, verdict("bad", "not examined"), ` Doctor: ${problem}`);
+    if (!said.length && run.step < 10) return el("p", { className: "doctor quiet" }, verdict("", "too early to say"), ` The doctor found nothing in ${steps}; many of its checks compare 10 steps.`);
+    if (!said.length && !["running", "finished"].includes(run.state)) return el("p", { className: "doctor quiet" }, verdict("", "no findings"), ` The doctor found nothing in ${steps}.`);
+    if (!said.length) return el("p", { className: "doctor well" }, verdict("well", "✓ healthy"), ` The doctor found nothing in ${steps}.`);
     const details = el("details", { className: "doctor", open: unfolded.has(index), ontoggle: () => unfolded[details.open ? "add" : "delete"](index) },
-      el("summary", {}, el("b", { className: "problem" }, `Doctor: ${said.length} finding${said.length > 1 ? "s" : ""}`), " ",
+      el("summary", {}, verdict("bad", `✗ ${said.length} finding${said.length > 1 ? "s" : ""}`), " ",
         said.map((each) => `step ${each.step}, ${each.name}`).join(" · ")),
       said.map((each) => el("div", { className: "finding" }, el("b", {}, `Step ${each.step}: ${each.name}. `), `${each.text}.`, el("br"),
         `It means: ${each.meaning}.`, el("br"), `Turn: ${each.key}.`, each.sample ? ` (${each.sample})` : "")));
@@ -174,14 +186,15 @@ const podrl = (() => {
     }
   }
 
-  const fact = (label, value) => el("span", { className: "fact" }, el("span", { className: "quiet" }, label), " ", el("b", {}, value));
+  const fact = (label, value, bad) => el("span", { className: "fact" }, el("span", { className: "quiet" }, label), " ", el("b", { className: bad ? "problem" : "" }, value));
 
   function head() {
     const { view, params } = here();
     const kept = params.get("run") ? { run: params.get("run") } : {};
     const links = order.map((name) => link(name, kept, { "aria-current": name === view ? "page" : null }, name));
-    fill(document.getElementById("top"),
-      el("nav", { ariaLabel: "views" }, el("b", { className: "brand" }, "podrl"), links),
+    const top = document.getElementById("top");
+    top.className = runs.length > 3 ? "many" : ""; // a tall header scrolls away with the page
+    fill(top, el("nav", { ariaLabel: "views" }, el("b", { className: "brand" }, "podrl"), links),
       el("div", { className: "chips" }, runs.map(chip)));
     document.title = `${runs.map((r) => r.name).join(", ")} · ${view}`;
   }
@@ -210,7 +223,7 @@ const podrl = (() => {
       if (before !== JSON.stringify(runs.map((r) => [r.step, r.metrics.length, r.traced.length]))) for (const each of watchers) each();
       if (examined !== JSON.stringify(runs.map((r) => r.step))) { examined = JSON.stringify(runs.map((r) => r.step)); await examine(); }
     } catch (error) { /* the server has ended: the page keeps its contents */ }
-    setTimeout(poll, runs.some((r) => r.state === "live") ? 3000 : 15000);
+    setTimeout(poll, runs.some((r) => r.state === "running") ? 3000 : 15000);
   }
 
   async function begin() {

@@ -23,7 +23,7 @@ podrl.views.curves = async (main, params, current) => {
   const slider = el("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: smooth, oninput: () => { smooth = Number(slider.value); keep(); for (const each of charts) each.set(); } });
   const csv = el("button", { type: "button", onclick: download }, "CSV");
   fill(main, el("div", { className: "bar" }, el("label", {}, "metric ", find), el("label", {}, "smoothing ", slider), csv,
-    el("span", { className: "quiet" }, "drag, or + and - in a chart, to zoom, double-click or 0 to see all; dots: held-out records, sampled (filled) and greedy (hollow), with 95 % intervals")), list);
+    el("span", { className: "quiet" }, "drag, or + and - in a chart, to zoom, double-click or 0 to see all; dots and rings: held-out records, sampled and greedy, with 95 % intervals" + (runs.length > 1 ? ", runs side by side" : ""))), list);
 
   const keep = () => history.replaceState(null, "", podrl.address("curves", { find: filter, smooth: smooth === 0.6 ? "" : smooth }));
   // [title, names] of each panel with metrics; with a filter, one panel without a title.
@@ -68,15 +68,15 @@ podrl.views.curves = async (main, params, current) => {
     const box = el("figure", { className: "chart" }), plain = name.startsWith("eval/");
     const style = getComputedStyle(document.documentElement);
     const ink = style.getPropertyValue("--ink").trim(), grid = style.getPropertyValue("--grid").trim();
-    let tables, series, whiskers;
+    let tables, series, dots;
     function gather() {
-      tables = []; series = [{ label: "step" }]; whiskers = [];
+      tables = []; series = [{ label: "step" }]; dots = [];
       runs.forEach((run, index) => {
         const [steps, values] = fetched.get(`${index} ${name}`) || [[], []], hue = color(index);
         const tag = runs.length > 1 ? ` ${run.name}` : "";
+        const dash = index ? [12, 5 * index] : undefined; // dashes let an equal curve behind this one stay visible
         if (!plain && steps.length) {
           tables.push([steps, values], [steps, smoothed(values)]);
-          const dash = index ? [12, 5 * index] : undefined; // dashes let an equal curve behind this one stay visible
           series.push({ label: tag ? run.name : name, stroke: hue, width: 1, alpha: 0.45, points: { show: false }, spanGaps: true },
             { label: "smoothed", stroke: hue, width: 2, dash, points: { show: steps.length < 3 }, spanGaps: true });
         }
@@ -85,23 +85,27 @@ podrl.views.curves = async (main, params, current) => {
           const [, errors] = fetched.get(`${index} ${error(evaluation)}`) || [[], []];
           if (!at.length) return;
           tables.push([at, seen]);
-          const hollow = evaluation.includes("greedy");
-          series.push({ label: `${evaluation}${tag}`, stroke: hue, width: plain ? 2 : 0, spanGaps: true,
-            paths: plain ? undefined : () => null, points: { show: true, size: 8, width: 2, stroke: hue, fill: hollow ? style.getPropertyValue("--paper").trim() : hue } });
-          at.forEach((step, i) => { const ends = seen[i] === null ? null : interval(evaluation, seen[i], errors[i]); if (ends) whiskers.push([step, ...ends, hue]); });
+          series.push({ label: `${evaluation}${tag}`, stroke: hue, width: plain ? 2 : 0, dash, spanGaps: true, paths: plain ? undefined : () => null, points: { show: false } });
+          const hollow = evaluation.includes("greedy"), aside = Math.min(9, 40 / runs.length) * (index - (runs.length - 1) / 2);
+          at.forEach((step, i) => { if (seen[i] !== null) dots.push({ step, mean: seen[i], ends: interval(evaluation, seen[i], errors[i]), hue, hollow, aside }); });
         });
       });
       return tables.length ? uPlot.join(tables) : [[], []];
     }
-    const bars = (plot) => {
-      const { ctx } = plot;
+    // Dots of several runs stand side by side, so that equal ones are all visible; a ring goes around a dot of the same value.
+    const evaluated = (plot) => {
+      const { ctx } = plot, ratio = devicePixelRatio;
       ctx.save();
-      ctx.lineWidth = 1.5;
-      for (const [step, from, to, hue] of whiskers) {
-        const x = plot.valToPos(step, "x", true), low = plot.valToPos(from, "y", true), high = plot.valToPos(to, "y", true);
-        if (x < plot.bbox.left - 1 || x > plot.bbox.left + plot.bbox.width + 1) continue;
-        ctx.strokeStyle = hue;
-        ctx.beginPath(); ctx.moveTo(x, low); ctx.lineTo(x, high); ctx.stroke();
+      ctx.lineWidth = 1.5 * ratio;
+      ctx.setLineDash([]);
+      for (const { step, mean, ends, hue, hollow, aside } of dots) {
+        const middle = plot.valToPos(step, "x", true), x = middle + aside * ratio, y = plot.valToPos(mean, "y", true);
+        if (middle < plot.bbox.left - 1 || middle > plot.bbox.left + plot.bbox.width + 1) continue;
+        ctx.strokeStyle = ctx.fillStyle = hue;
+        ctx.beginPath();
+        if (ends) { ctx.moveTo(x, plot.valToPos(ends[0], "y", true)); ctx.lineTo(x, plot.valToPos(ends[1], "y", true)); ctx.stroke(); }
+        ctx.beginPath(); ctx.arc(x, y, (hollow ? 4.5 : 3) * ratio, 0, 2 * Math.PI);
+        if (hollow) ctx.stroke(); else ctx.fill();
       }
       ctx.restore();
     };
@@ -113,7 +117,7 @@ podrl.views.curves = async (main, params, current) => {
     const named = (label) => ({ label, labelSize: 16, labelGap: 0, labelFont: "12px system-ui, sans-serif", font: "11px system-ui, sans-serif" });
     const axis = { stroke: ink, grid: { stroke: grid, width: 1 }, ticks: { stroke: grid, width: 1 } };
     const reach = (plot, low, high) => {
-      for (const [, from, to] of whiskers) { low = Math.min(low, from); high = Math.max(high, to); }
+      for (const { ends } of dots) if (ends) { low = Math.min(low, ends[0]); high = Math.max(high, ends[1]); }
       if (low === null || !isFinite(low)) return [0, 1];
       if (low === high && unit === "share of 1") return [-0.06, 1.06];
       const size = Math.max(Math.abs(low), Math.abs(high)); // a constant is drawn flat: its differences are rounding errors
@@ -122,11 +126,11 @@ podrl.views.curves = async (main, params, current) => {
     };
     const tools = el("span", { className: "tools" },
       el("button", { type: "button", title: `save ${name} as a picture`, onclick: () => picture(plot, name) }, "PNG"));
-    box.append(el("figcaption", {}, el("b", {}, name), newest, tools));
+    box.append(el("figcaption", {}, el("span", {}, el("b", {}, name), newest), tools));
     const hold = el("div", { className: "plot", tabIndex: 0, role: "group", onkeydown: (event) => keyed(event, plot) });
     box.append(hold);
     const options = { width: Math.max(hold.clientWidth, 280), height: 222, series, legend: { show: false }, cursor: { sync: { key: "steps" }, points: { size: 6 } },
-      scales: { x: { time: false }, y: { range: reach } }, axes: [{ ...axis, ...named("step"), size: 28 }, { ...axis, ...named(unit), size: 58, values: (_, ticks) => ticks.map((tick) => number(tick)) }], hooks: { draw: [bars] } };
+      scales: { x: { time: false }, y: { range: reach } }, axes: [{ ...axis, ...named("step"), size: 28 }, { ...axis, ...named(unit), size: 58, values: (_, ticks) => ticks.map((tick) => number(tick)) }], hooks: { draw: [evaluated] } };
     let plot;
     const readout = el("div", { className: "readout", ariaHidden: "true" });
     options.hooks.setCursor = [(at) => {

@@ -26,13 +26,17 @@ podrl.views.samples = async (main, params, current) => {
     el("td", {}, row.group === undefined ? String(row.step) : link("groups", { run, step: row.step, group: row.group, sample: row.sample }, {}, `${row.step} / ${row.group} / ${row.sample}`)),
     cell(1, "number", number(row.reward, 3)), cell(2, "number", number(row.length)), cell(3, "", row.stop || "", row.failed ? " (tool failed)" : ""),
     cell(4, "number", number(row.mismatch, 2)), cell(5, "by", ...by(row.rewards)), cell(6, "text", folded(row.prompt)), cell(7, "text", row.truth || ""), row.branches.length ? el("td", { className: "text", "data-head": HEADS[8] }, row.branches.map(branch)) : cell(8, "text", ...long(row.completion, 1200))));
-  const page = (offset, text) => offset < 0 || offset >= found.count ? null : el("button", { type: "button", onclick: () => go("samples", { ...wanted, offset }, true) }, text);
+  const turned = (offset) => { go("samples", { ...wanted, offset: offset || "" }, true); scrollTo(0, 0); };
+  const page = (offset, text) => el("button", { type: "button", disabled: offset < 0 || offset >= found.count, onclick: () => turned(offset) }, text);
+  const pages = () => found.count <= 100 ? null : [" ", page(found.offset - 100, "previous 100"), " ", page(found.offset + 100, "next 100")];
   if (!found.count) {
     const asked = ["q", "step", "low", "high", "stop", "failed"].some((name) => wanted[name]);
     fill(main, bar, el("p", { className: "quiet" }, asked ? "No sample is as asked for: leave out a word or a bound." : "This run has no samples yet: the first are written after its first step, or log.samples_every=0 records none."));
     return null;
   }
-  fill(main, bar, el("p", { className: "quiet" }, `${found.count} samples`, found.count > 100 ? `, from ${found.offset + 1}` : "", " ", found.offset ? page(found.offset - 100, "previous 100") : null, " ", page(found.offset + 100, "next 100")),
-    el("table", { className: "wide found" }, el("thead", {}, el("tr", {}, HEADS.map((text) => el("th", {}, text)))), el("tbody", {}, rows)));
+  const shown = found.count > 100 ? `, of which these are ${found.offset + 1} to ${found.offset + found.rows.length}` : "";
+  fill(main, bar, el("p", { className: "quiet" }, `${found.count} sample${found.count === 1 ? "" : "s"}${found.left_out ? " of the newest 50 traced steps" : ""}${shown}`, pages()),
+    el("table", { className: "wide found" }, el("thead", {}, el("tr", {}, HEADS.map((text) => el("th", {}, text)))), el("tbody", {}, rows)),
+    el("p", {}, pages()));
   return null;
 };

@@ -27,15 +27,22 @@ podrl.views.timeline = async (main, params, current) => {
   // Calls of tools overlap: their lane has rows, as many as there were calls at once, up to 16.
   const deep = new Map(rows.map((row) => [row, 1]));
   for (const span of found.spans) if (span.lane === "tools") deep.set(lane(span), Math.max(deep.get(lane(span)), Math.min(span.row + 1, 16)));
-  // A lane is as high as it can be while the window also has room for the bars above and some lines of the table below.
-  const OTHERS = 340, halves = rows.reduce((all, row) => all + Math.max(deep.get(row), 2), 0);
-  const LOW = Math.min(Math.max(Math.floor((innerHeight - OTHERS) / halves), 13), 36), HIGH = 2 * LOW, TOP = 22, FONT = "12px system-ui, sans-serif";
-  const tall = (row) => row.endsWith(" tools") ? Math.max(deep.get(row) * LOW + 4, HIGH) : HIGH, tops = new Map();
-  const bottom = rows.reduce((top, row) => { tops.set(row, top); return top + tall(row); }, TOP);
+  const halves = rows.reduce((all, row) => all + Math.max(deep.get(row), 2), 0), tops = new Map(), TOP = 22;
+  let LOW, HIGH, FONT, bottom;
+  // Lanes share the height that the window has left beside what stands above them and the tables below, or their first lines.
+  function arrange() {
+    const hold = canvas.parentElement, above = hold.getBoundingClientRect().top + scrollY;
+    const below = main.getBoundingClientRect().bottom - hold.getBoundingClientRect().bottom;
+    LOW = Math.max(Math.floor((innerHeight - above - Math.min(below, innerHeight / 4) - TOP - 10) / halves), 9);
+    HIGH = 2 * LOW;
+    FONT = `${HIGH > 50 ? 14 : 12}px system-ui, sans-serif`;
+    bottom = rows.reduce((top, row) => { tops.set(row, top); return top + tall(row); }, TOP);
+  }
+  const tall = (row) => row.endsWith(" tools") ? Math.max(deep.get(row) * LOW + 4, HIGH) : HIGH;
   let from = begin, to = end, boxes = [];
   const canvas = el("canvas", { className: "lanes", tabIndex: 0, ariaLabel: "timeline; the table below has the same in words" });
   const measure = canvas.getContext("2d");
-  measure.font = FONT;
+  measure.font = "12px system-ui, sans-serif";
   const LEFT = Math.min(150, 16 + Math.max(...rows.map((row) => measure.measureText(row).width)));
   const tip = el("div", { className: "tip", hidden: true });
   const style = getComputedStyle(document.documentElement), ink = style.getPropertyValue("--ink").trim(), grid = style.getPropertyValue("--grid").trim();
@@ -48,22 +55,25 @@ podrl.views.timeline = async (main, params, current) => {
   }
 
   function draw() {
+    arrange();
     const wide = canvas.parentElement.clientWidth, high = bottom + 6, ratio = devicePixelRatio || 1;
     canvas.width = wide * ratio; canvas.height = high * ratio;
     canvas.style.height = `${high}px`;
     const pen = canvas.getContext("2d"), x = (t) => LEFT + (t - from) / (to - from) * (wide - LEFT - 8);
     pen.scale(ratio, ratio);
-    pen.font = FONT;
+    pen.font = "12px system-ui, sans-serif";
     pen.textBaseline = "middle";
     for (const row of rows) { pen.fillStyle = ink; pen.fillText(row, 4, tops.get(row) + HIGH / 2, LEFT - 10); }
-    const unit = nice((to - from) / 8);
+    const unit = nice((to - from) / Math.max(Math.min((wide - LEFT) / 75, 8), 1));
     for (let t = Math.ceil((from - begin) / unit) * unit; t <= to - begin; t += unit) {
       const at = x(begin + t);
       pen.fillStyle = grid; pen.fillRect(at, TOP, 1, high);
-      pen.fillStyle = ink; pen.fillText(`${number(t, 3)} s`, at + 2, 10);
+      pen.fillStyle = ink; pen.textAlign = at + 50 < wide ? "left" : "right"; pen.fillText(`${number(t, 3)} s`, at + (at + 50 < wide ? 2 : -2), 10);
     }
+    pen.textAlign = "left";
     pen.save();
     pen.beginPath(); pen.rect(LEFT, 0, wide, high); pen.clip();
+    pen.font = FONT;
     boxes = [];
     for (const span of found.spans) {
       const a = x(span.start), b = x(span.start + span.s);
@@ -74,7 +84,11 @@ podrl.views.timeline = async (main, params, current) => {
       pen.globalAlpha = waits(span) ? 0.25 : 0.85;
       pen.fillRect(a, top, long, thick);
       pen.globalAlpha = 1;
-      if (long > 34 && pen.measureText(span.name).width < 1.2 * (long - 6)) { pen.fillStyle = waits(span) ? ink : "#111"; pen.fillText(span.name, Math.max(a, LEFT) + 3, top + thick / 2, long - 6); }
+      const lines = thick > 50 ? [span.name, `${number(span.s, 3)} s`] : [span.name];
+      if (long > 34 && pen.measureText(span.name).width < 1.2 * (long - 6)) {
+        pen.fillStyle = waits(span) ? ink : "#111";
+        lines.forEach((text, i) => pen.fillText(text, Math.max(a, LEFT) + 3, top + thick / 2 + 18 * (i - (lines.length - 1) / 2), long - 6));
+      }
       boxes.push([a, top, a + long, top + thick, span]);
     }
     pen.fillStyle = style.getPropertyValue("--critical").trim();
