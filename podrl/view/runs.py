@@ -307,7 +307,11 @@ class RunFiles:
         for record in reversed(self._samples[-5000:]):
             text = record.get("completion", record.get("text", ""))
             rows.append({"step": record["step"], "prompt": str(record.get("prompt", "")), "completion": str(text)})
-            rows[-1] |= {"truth": _written(record.get("truth")), "rewards": _by_function(record)}
+            rows[-1] |= {
+                "given": "text" in record,
+                "truth": _written(record.get("truth")),
+                "rewards": _by_function(record),
+            }
             rows[-1] |= {"branches": branches(record.get("turns") or ())}
             rows[-1] |= {"reward": reward if type(reward := record.get("reward")) in (int, float) else None}
         return rows

@@ -1,9 +1,10 @@
 """Takes the pictures of docs/view.md, light and dark, wide and narrow.
 
-    PYTHONPATH=.:tests python tests/view/pictures.py RUN OTHER TOOLS
+    PYTHONPATH=.:tests python tests/view/pictures.py RUN OTHER TOOLS ILL
 
 RUN is the default run with at least 60 steps. OTHER is such a run with `log.trace='updates'`, `log.plan` and another
-learning rate. TOOLS is a run of two hosts with tools; without TOOLS the pictures of the timeline are not replaced.
+learning rate. TOOLS is a run of two hosts with tools. ILL is the default run with 60 steps and a learning rate that is
+far too high, `trainer.learning_rate=5e-3`. Pictures of runs that are not given are not replaced.
 """
 
 import base64
@@ -24,13 +25,14 @@ SHOWN = {
     "run": ("/run?run=1", 900),
 }
 OF_TOOLS = {"timeline": ("/timeline?first=3&last=4", 700)}
+OF_ILL = {"unhealthy": ("/curves", 800)}
 WIDE, NARROW, HIGH = 1400, 420, 800  # HIGH is the height of a narrow picture
 
 
 def main(runs: list[str]) -> None:
     """Writes docs/pictures/*.png."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile, browser(profile) as page:
-        for shown, of in [(SHOWN, runs[:2]), (OF_TOOLS, runs[2:])][: len(runs) - 1]:
+        for shown, of in [(SHOWN, runs[:2]), (OF_TOOLS, runs[2:3]), (OF_ILL, runs[3:])][: len(runs) - 1]:
             with served(*of) as address:
                 for name, (view, high) in shown.items():
                     for scheme in ("light", "dark"):

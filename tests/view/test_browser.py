@@ -284,7 +284,7 @@ def test_what_the_doctor_finds_stands_above_every_view(view, page, tmp_path):
     with served(path) as found:
         page.open(f"{found}/{view}")
         page.until("document.querySelector('#top .doctor').innerText.includes('step 13, gradient not finite')")
-        assert page.ask("seen.shift") < 0.1
+        assert page.ask("seen.shift") < 0.1, page.ask("seen.shifts")
         page.ask("document.querySelector('.doctor summary').click()")
         assert "Turn: trainer.learning_rate" in page.ask("document.querySelector('details.doctor').innerText")
         page.open("about:blank", ready=False)

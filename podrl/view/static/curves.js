@@ -11,6 +11,7 @@ podrl.views.curves = async (main, params, current) => {
     ["Update", /^(actor|critic|loss|opd|echo|sampler)\//, false], ["Everything else", /./, false]];
   const FIRST = ["reward/mean", "accuracy/answer", "sft/loss", "dpo/loss", "dpo/accuracy", "actor/kl", "reward/kl", "actor/entropy", "actor/grad_norm",
     "completion/length_mean", "completion/truncated", "rollout/tokens_per_s", "time/step", "perf/mfu", "perf/goodput"];
+  const WHOLE = Array.from({ length: 28 }, (_, i) => [1, 2, 5][i % 3] * 10 ** Math.floor(i / 3)); // ticks are whole steps
   podrl.unfolded = podrl.unfolded || new Set(PANELS.filter(([, , open]) => open).map(([title]) => title));
   const rank = (name) => FIRST.includes(name) ? FIRST.indexOf(name) : name === "reward/groups_without_signal" ? 98 : 50;
   const units = Object.assign({}, ...runs.map((run) => run.units));
@@ -78,7 +79,7 @@ podrl.views.curves = async (main, params, current) => {
         if (!plain && steps.length) {
           tables.push([steps, values], [steps, smoothed(values)]);
           series.push({ label: tag ? run.name : name, stroke: hue, width: 1, alpha: 0.45, points: { show: false }, spanGaps: true },
-            { label: "smoothed", stroke: hue, width: 2, dash, points: { show: steps.length < 3 }, spanGaps: true });
+            { label: "smoothed", stroke: hue, width: 2, dash, points: { show: steps.length < 3, size: 7, fill: hue }, spanGaps: true });
         }
         evaluations(name).forEach((evaluation, which) => {
           const [at, seen] = fetched.get(`${index} ${evaluation}`) || [[], []];
@@ -130,7 +131,7 @@ podrl.views.curves = async (main, params, current) => {
     const hold = el("div", { className: "plot", tabIndex: 0, role: "group", onkeydown: (event) => keyed(event, plot) });
     box.append(hold);
     const options = { width: Math.max(hold.clientWidth, 280), height: 222, series, legend: { show: false }, cursor: { sync: { key: "steps" }, points: { size: 6 } },
-      scales: { x: { time: false }, y: { range: reach } }, axes: [{ ...axis, ...named("step"), size: 28 }, { ...axis, ...named(unit), size: 58, values: (_, ticks) => ticks.map((tick) => number(tick)) }], hooks: { draw: [evaluated] } };
+      scales: { x: { time: false }, y: { range: reach } }, axes: [{ ...axis, ...named("step"), size: 28, incrs: WHOLE }, { ...axis, ...named(unit), size: 58, values: (_, ticks) => ticks.map((tick) => number(tick)) }], hooks: { draw: [evaluated] } };
     let plot;
     const readout = el("div", { className: "readout", ariaHidden: "true" });
     options.hooks.setCursor = [(at) => {

@@ -83,7 +83,7 @@ podrl.views.groups = async (main, params, current) => {
     return el("article", { className: `sample${String(place) === params.get("sample") ? " wanted" : ""}`, id: `sample${place}` },
       el("h3", {}, `sample ${place}`, el("span", { className: "reward" }, number(sample.reward, 3))),
       el("p", { className: "quiet" }, group.reward_names.map((name, i) => `${name} ${number(sample.rewards[i], 3)}`).join(" · ")),
-      el("p", { className: "quiet" }, `${sample.length - sample.prompt_length} tokens · ended by ${sample.stop} · mismatch ${number(sample.mismatch, 2)}`),
+      el("p", { className: "quiet" }, `${sample.length - sample.prompt_length} tokens · ended by ${sample.stop} · mismatch ${number(sample.mismatch, 2)} nats`),
       turns(sample), tokens(sample));
   };
 
