@@ -92,10 +92,14 @@ class Browser:
         return found["result"].get("value")
 
     def open(self, address, *, ready=True):
-        """Loads an address and waits until the page is ready and painted; returns the seconds that this took."""
+        """Loads an address and waits until the page is ready and painted; returns the seconds that this took.
+
+        With `ready=False` it only waits until the page before is gone, so that the next call does not ask that one.
+        """
         began = time.monotonic()
         self.call("Page.navigate", url=address)
         if not ready:
+            self.until(f"location.href === {json.dumps(address)}")
             return 0.0
         self.until("document.body && document.body.dataset.ready === 'yes'")
         self.ask("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
@@ -111,7 +115,10 @@ class Browser:
 
     def width(self, pixels):
         """Sets the window's width; 0 restores the original width."""
-        size = {"width": pixels, "height": 800 if pixels else 0, "deviceScaleFactor": 1, "mobile": False}
+        if not pixels:
+            self.call("Emulation.clearDeviceMetricsOverride")
+            return
+        size = {"width": pixels, "height": 800, "deviceScaleFactor": 1, "mobile": False}
         self.call("Emulation.setDeviceMetricsOverride", **size)
 
     def key(self, name):

@@ -168,9 +168,9 @@ const podrl = (() => {
     const steps = `${run.step} step${run.step === 1 ? "" : "s"}`;
     if (problem) return el("p", { className: "doctor" }, verdict("bad", "not examined"), ` Doctor: ${problem}`);
     if (!said.length && !run.step) return el("p", { className: "doctor quiet" }, verdict("", "no step yet"), " The doctor examines steps.");
-    if (!said.length && run.step < 10) return el("p", { className: "doctor quiet" }, verdict("", "too early to say"), ` The doctor found nothing in ${steps}; many of its checks compare 10 steps.`);
-    if (!said.length && !["running", "finished"].includes(run.state)) return el("p", { className: "doctor quiet" }, verdict("", "no findings"), ` The doctor found nothing in ${steps}.`);
-    if (!said.length) return el("p", { className: "doctor well" }, verdict("well", "✓ healthy"), ` The doctor found nothing in ${steps}.`);
+    if (!said.length && run.step < 10) return el("p", { className: "doctor quiet" }, verdict("", "too early to say"), ` No findings in ${steps}; many checks of the doctor compare 10 steps.`);
+    if (!said.length && !["running", "finished"].includes(run.state)) return el("p", { className: "doctor quiet" }, verdict("", "no findings"), ` in ${steps}.`);
+    if (!said.length) return el("p", { className: "doctor well" }, verdict("well", "✓ healthy"), ` No findings in ${steps}.`);
     const details = el("details", { className: "doctor", open: unfolded.has(index), ontoggle: () => unfolded[details.open ? "add" : "delete"](index) },
       el("summary", {}, verdict("bad", `✗ ${said.length} finding${said.length > 1 ? "s" : ""}`), " ",
         said.map((each) => `step ${each.step}, ${each.name}`).join(" · ")),
