@@ -73,21 +73,21 @@ class _Branch:
 
     Attributes:
       track: record of its token sequence in the engine.
+      opened: tokens of the request that opened the branch.
       request: number of the branch's newest request.
       before: (number of the track's tokens, number of records in `turns`) before the newest request.
       turns: records of the branch's turns.
       count: number of the track's tokens that stay in the row, if the branch was cut; None for all tokens.
-      why: reason why the branch was opened; '' for the first branch.
-      like: (earlier branch with the longest common beginning, number of common tokens); None if no branch begins alike.
+      why: reason why the branch was opened; '' if the episode had no branch before.
     """
 
     track: Track
+    opened: Sequence[int]
     request: int = 0
     before: tuple[int, int] = (0, 0)
     turns: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     count: int | None = None
     why: Fork | Literal[""] = ""
-    like: "tuple[_Branch, int] | None" = None
 
     def tokens(self) -> list[int]:
         return [*self.track.prompt.tolist(), *self.track.tokens]
@@ -213,16 +213,20 @@ class Branches:
             if they were recorded. None samples the whole answer.
 
         Returns:
-          The request's tokens that the branch did not have; None if there is no room for them and an answer.
+          The request's tokens that the branch did not have, without the data's prompt at the beginning of a new branch;
+          None if there is no room for them and an answer.
 
         Raises:
           RefusedRequest: the conversation cannot be rendered.
         """
         tokens = self._encode(request)
         branch = None if request.aside else self._find_continued(tokens)
-        first = not self._branches and tokens[: len(self._prompt)] == self._prompt.tolist()
-        # The first `known` tokens need no room in the response: the branch has them, or they are the prompt.
-        known = len(branch.tokens()) if branch else len(self._prompt) if first or request.aside else 0
+        begins = tokens[: len(self._prompt)] == self._prompt.tolist()
+        # The first `known` tokens need no room in the response: the branch has them, or they are the prompt, which the
+        # row has once.
+        free = request.aside or (begins and not any(map(self._begins, self._branches)))
+        known = len(branch.tokens()) if branch else len(self._prompt) if free else 0
+        new_tokens = tokens[len(self._prompt) if branch is None and begins else known :]
         room = self._response - (0 if request.aside else self._used()) - (len(tokens) - known)
         sampled = sum(version >= 0 for one in self._branches for version in one.in_row(one.track.versions))
         assert self._sampling.max_new is not None
@@ -244,7 +248,7 @@ class Branches:
             branch.track.leave_at(hold, recorded=False)
             session.extend(branch.track, opening)
         else:
-            head = self._prompt if first else np.asarray(tokens[: self._head], np.int32)
+            head = self._prompt if begins else np.asarray(tokens[: self._head], np.int32)
             opening = dataclasses.replace(opening, tokens=tokens[len(head) :])
             recording = self._recording and not request.aside
             key_2 = self._key(tokens, request.aside)
@@ -256,12 +260,12 @@ class Branches:
                 self._seat(session, track, leaves, urgent=urgent)
             else:
                 track.routes = drawn.get("routes")
-            branch = _Branch(track, self._requests)
+            branch = _Branch(track, tokens, self._requests)
             if request.aside:
                 self._asides += 1
             else:
                 if self._branches:
-                    branch.why, branch.like = self._reason(request, tokens), self._like(tokens)
+                    branch.why = self._reason(request, tokens)
                     self.forks[branch.why] += 1
                 self._branches.append(branch)
         self.current, self._newest, self.read = branch, request, tokens
@@ -269,12 +273,12 @@ class Branches:
         self._answers.append(_Answer(branch.track, branch.track.first, digest))
         self.repeated = drawn is not None
         if drawn is None:
-            return tokens[known:]
+            return new_tokens
         if (paused := fill_turn(branch.track, drawn)) is None:
             self._seat(session, branch.track, leaves, urgent=urgent)
         else:
             session.pause(branch.track, paused)
-        return tokens[known:]
+        return new_tokens
 
     def enter(self, session: Session, leaves: int | None, *, urgent: bool) -> None:
         """Continues the newest answer in a session, if the answer is not complete; see `add_request` for arguments."""
@@ -354,9 +358,8 @@ class Branches:
           rewards of answers that left the row.
         """
         begin, begins = 0, {}
-        for number, branch in enumerate(self._branches):
-            first = not number and branch.track.prompt is self._prompt
-            begin += 0 if first else len(branch.track.prompt)
+        for number, branch in self._pieces():
+            begin += len(branch.track.prompt) if number else 0
             begins[branch.track] = begin, len(branch.in_row(branch.track.tokens))
             begin += begins[branch.track][1]
         placed = []
@@ -372,11 +375,12 @@ class Branches:
         """Ends all branches, and joins the trained branches, one after the other, into one completion.
 
         Returns:
-          (record of the sample, number of each token's piece, records of the turns in the order of the row). Piece 0
-          is the first branch if that branch began with the data's prompt, else the prompt alone. The record is None if
-          no branch is trained. If there are several branches, the first turn of each has the field `branch`: the
-          number of its piece, the reason why it was opened (`Fork`), the piece of the earlier branch that shares the
-          most first tokens with it (None if no branch shares any), and the number of these tokens.
+          (record of the sample, number of each token's piece, records of the turns in the order of the row). The order
+          is that of `_pieces`, which does not depend on when requests arrive. Piece 0 is a branch that began with the
+          data's prompt, or the prompt alone if no branch did. The record is None if no branch is trained. If there are
+          several branches, the first turn of each has the field `branch`: the number of its piece, the reason why it
+          was opened (`Fork`; '' for the first piece), the earlier piece that shares the most first tokens with it (None
+          if no piece shares any), and the number of these tokens.
         """
         for track in self._tracks:
             if track.stop is None:
@@ -387,10 +391,8 @@ class Branches:
             return None, [], []
         whole = session.track(self._prompt, self._key_2, self._sampling, Opening())
         piece_X: list[int] = []
-        # The comparison is by identity: `add_request` gives the array of the data's prompt itself to a branch that
-        # begins with this prompt.
-        first = self._branches[0].track.prompt is not self._prompt
-        for number, branch in enumerate(self._branches, int(first)):
+        pieces = self._pieces()
+        for number, branch in pieces:
             track = branch.track
             prompt, versions = track.prompt.tolist() if number else [], branch.in_row(track.versions)
             whole.tokens += [*prompt, *branch.in_row(track.tokens)]
@@ -399,15 +401,14 @@ class Branches:
                 values += [*[DRAWN[name].fill] * len(prompt), *branch.in_row(track.drawn[name])]
             whole.sampled += sum(version >= 0 for version in versions)
             piece_X += [number] * (len(prompt) + len(versions))
-        numbers = {id(branch): number for number, branch in enumerate(self._branches, int(first))}
-        for branch in self._branches if len(self._branches) > 1 else ():
-            of, shared = branch.like or (None, 0)
-            of = numbers.get(id(of))
-            origin = {"piece": numbers[id(branch)], "why": branch.why, "of": of, "shared": 0 if of is None else shared}
+        for i, (number, branch) in enumerate(pieces if len(pieces) > 1 else ()):
+            of, shared = _closest(branch.opened, pieces[:i])
+            why = branch.why or "history" if i else ""
+            origin = {"piece": number, "why": why, "of": of, "shared": shared}
             branch.turns[0] = {**branch.turns[0], "branch": origin}
         whole.paused = self._branches[-1].track.paused
         self._join_routes(session, whole)
-        return whole, piece_X, [turn for branch in self._branches for turn in branch.turns]
+        return whole, piece_X, [turn for _, branch in pieces for turn in branch.turns]
 
     def record(self, session: Session) -> tuple[list[list[Any]], Track]:
         """Records the answers so far, for a checkpoint of the open episode (`read_record`).
@@ -444,15 +445,16 @@ class Branches:
 
     def _join_routes(self, session: Session, whole: Track) -> None:
         """Gives the sample the routes of its branches, which may still be on their way from the device to the host."""
-        tracks = [branch.track for branch in self._branches]
+        pieces = self._pieces()
+        tracks = [branch.track for _, branch in pieces]
         known = [track.routes for track in tracks if track.routes is not None]
         if not known:
             return
         whole.routes = np.zeros((len(whole.prompt) + len(whole.tokens), known[0].shape[1]), np.uint8)
-        end = 0 if tracks[0].prompt is self._prompt else len(whole.prompt)
+        end = len(whole.prompt) if pieces[0][0] else 0
         if any(branch.count is not None for branch in self._branches):
             session.finish_routes()  # a cut branch's routes are copied below, so they must have arrived
-        for branch, track in zip(self._branches, tracks, strict=True):
+        for (_, branch), track in zip(pieces, tracks, strict=True):
             start, end = end, end + len(track.prompt) + len(branch.in_row(track.tokens))
             if track.routes is not None and branch.count is not None:
                 whole.routes[start:end] = track.routes[: end - start]
@@ -494,19 +496,13 @@ class Branches:
                 return "concurrent"
             if any(histories.knows(request.messages, tools) for tools in self._toolsets):
                 return "tools"
-        concurrent = any(one.tokens()[: len(tokens)] == tokens for one in self._branches)
-        return "concurrent" if concurrent else "history"
-
-    def _like(self, tokens: Sequence[int]) -> tuple[_Branch, int] | None:
-        """Finds the branch that shares the most first tokens with `tokens`: (branch, number of shared tokens) or
-        None."""
-        most, like = 0, None
-        for branch in self._branches:
-            size = min(len(known := branch.tokens()), len(tokens))
-            differs_X = np.append(np.asarray(known[:size]) != np.asarray(tokens[:size]), True)
-            if (alike := int(differs_X.argmax())) > most:
-                most, like = alike, branch
-        return like and (like, most)
+        answered = [
+            (one.tokens(), len(one.track.prompt) + answer.first)
+            for one in self._branches
+            for answer in self._answers
+            if answer.track is one.track
+        ]
+        return "concurrent" if any(known[:asked] == tokens for known, asked in answered) else "history"
 
     def _of(self, parser: str) -> Histories:
         if parser not in self._histories:
@@ -521,11 +517,26 @@ class Branches:
         return max(fits, key=lambda fit: fit[0])[1] if fits else None
 
     def _used(self) -> int:
-        """Counts the tokens of the row after the data's prompt."""
-        return sum(
-            len(b.in_row(b.track.tokens)) + len(b.track.prompt) * (b.track.prompt is not self._prompt)
-            for b in self._branches
-        )
+        """Counts the tokens of the row after the data's prompt, which a branch may begin with."""
+        tokens = sum(len(branch.track.prompt) + len(branch.in_row(branch.track.tokens)) for branch in self._branches)
+        return tokens - len(self._prompt) * any(map(self._begins, self._branches))
+
+    def _begins(self, branch: _Branch) -> bool:
+        """Returns True if a branch begins with the data's prompt, whose own array `add_request` gives it."""
+        return branch.track.prompt is self._prompt
+
+    def _pieces(self) -> list[tuple[int, _Branch]]:
+        """Lists (number of the piece, branch) in the order of the row.
+
+        A branch that begins with the data's prompt comes first, and shorter opening requests come before longer ones.
+        The order is thus one of the requests' tokens, and equal requests keep their order of arrival.
+        """
+
+        def place(branch: _Branch) -> tuple[bool, int, Sequence[int]]:
+            return not self._begins(branch), len(branch.opened), branch.opened
+
+        ordered = sorted(self._branches, key=place)
+        return list(enumerate(ordered, int(not self._begins(ordered[0])) if ordered else 0))
 
     def _key(self, tokens: Sequence[int], aside: bool) -> np.ndarray:
         digest = hashlib.blake2b(self._key_2.tobytes() + bytes([aside]), digest_size=8)
@@ -533,6 +544,18 @@ class Branches:
         count, self._opened[digest.digest()] = self._opened[digest.digest()], self._opened[digest.digest()] + 1
         digest.update(count.to_bytes(4, "little"))
         return np.frombuffer(digest.digest(), np.uint32)
+
+
+def _closest(tokens: Sequence[int], pieces: Sequence[tuple[int, _Branch]]) -> tuple[int | None, int]:
+    """Finds the piece that shares the most first tokens with `tokens`: (its number, number of shared tokens), or
+    (None, 0)."""
+    found: tuple[int | None, int] = None, 0
+    for number, branch in pieces:
+        size = min(len(known := branch.tokens()), len(tokens))
+        differs_X = np.append(np.asarray(known[:size]) != np.asarray(tokens[:size]), True)
+        if (alike := int(differs_X.argmax())) > found[1]:
+            found = number, alike
+    return found
 
 
 def read_record(rows: Sequence[Sequence[Any]], record: Track) -> list[TurnRecord]:

@@ -66,6 +66,19 @@ class Drops:
         return podrl.Result(1.0)
 
 
+class Orders:
+    """Has three conversations of two requests each; a file says whose turn is next."""
+
+    async def run(self, task, model):
+        said = [[USER], [USER, {"role": "assistant", "content": "No."}, SURE], [SURE]]
+        with open("ORDER") as file:
+            order = file.read()
+        for k in map(int, order):
+            said[k] += [await model.chat(list(said[k]), max_tokens=5), {"role": "user", "content": "Why?"}]
+            model.reward(str(model.answers - 1), k + 1.0)
+        return podrl.Result(0.5)
+
+
 class Chance:
     """Asks for something else in each run, and notes which samples ran."""
 
@@ -151,7 +164,9 @@ def serving():
 @pytest.fixture
 def play(serving, tmp_path):
     """Returns a function that plays four samples of an agent; its argument `asked` is the data's prompt."""
-    (tmp_path / "agents.py").write_text(AGENTS.replace("RAN", f"{tmp_path}/ran").replace("GO", f"{tmp_path}/go"))
+    (tmp_path / "agents.py").write_text(
+        AGENTS.replace("RAN", f"{tmp_path}/ran").replace("GO", f"{tmp_path}/go").replace("ORDER", f"{tmp_path}/order")
+    )
 
     def run(
         name,
@@ -227,7 +242,8 @@ def test_answers_that_nobody_received_leave_the_row(play, serving):
         assert len(answers) == 5 - dropped and sum(t["tokens"] for t in answers) == rollouts.mask_BT[b].sum()
         first, *others = pieces_of(rollouts, b)
         texts = [serving._tokenizer.decode(tokens) for tokens, _ in (first, *others)]
-        assert len(others) == 2 - b % 2 and "Sure?" not in texts[0] and "Why?" in texts[1]
+        assert len(others) == 2 - b % 2 and "Sure?" not in texts[0]
+        assert [sum(word in text for text in texts[1:]) for word in ("Why?", "Sure?")] == [1, 1 - b % 2]
         assert first[1].sum() <= 6 and not first[1][: -int(first[1].sum())].any()
         assert rollouts.turn_reward_BT[b].sum() == 1.0
 
@@ -236,6 +252,22 @@ def test_rows_do_not_depend_on_when_agents_ask(play):
     one, two = play("Forks"), play("Forks", workers=2)
     for name in ("tokens_BT", "piece_BT", "mask_BT", "logprob_BT", "turn_reward_BT"):
         np.testing.assert_array_equal(getattr(one, name), getattr(two, name))
+
+
+def test_rows_do_not_depend_on_the_order_of_independent_conversations(play, tmp_path):
+    """Checks every order of the first requests of three conversations, two of which begin with the data's prompt."""
+    found = []
+    for order in ("001122", "010212", "021012", "102021", "120120", "201210", "210012", "221100"):
+        (tmp_path / "order").write_text(order)
+        found.append(play("Orders", response=140))
+        assert not faults(found[-1], step=1, max_staleness=1)
+    one = found[0]
+    assert one.piece_BT.max() == 2 and (one.mask_BT.sum(axis=1) > 15).all()
+    for two in found[1:]:
+        for name in ("tokens_BT", "piece_BT", "mask_BT", "logprob_BT", "turn_reward_BT"):
+            np.testing.assert_array_equal(getattr(one, name), getattr(two, name))
+        for x, y in zip(one.episodes, two.episodes, strict=True):
+            assert (x["turns"], x["metrics"]) == (y["turns"], y["metrics"])
 
 
 def test_a_first_request_with_another_prompt_is_a_piece_behind_the_datas_prompt(play, serving):
