@@ -496,13 +496,9 @@ class Branches:
                 return "concurrent"
             if any(histories.knows(request.messages, tools) for tools in self._toolsets):
                 return "tools"
-        answered = [
-            (one.tokens(), len(one.track.prompt) + answer.first)
-            for one in self._branches
-            for answer in self._answers
-            if answer.track is one.track
-        ]
-        return "concurrent" if any(known[:asked] == tokens for known, asked in answered) else "history"
+        # A request that is the beginning of a branch's opening request has no answer in common with the branch.
+        alike = [one for one in self._branches if one.tokens()[: len(tokens)] == tokens]
+        return "concurrent" if any(len(one.opened) <= len(tokens) for one in alike) else "history"
 
     def _of(self, parser: str) -> Histories:
         if parser not in self._histories:
