@@ -101,7 +101,7 @@ class Bucket:
             "STORAGE_EMULATOR_HOST": self._url,
             "TENSORSTORE_GCS_HTTP_URL": self._url,
             "GOOGLE_AUTH_TOKEN_FOR_TESTING": "any",
-            "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # uses gRPC, which this server does not speak
+            "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # "true" needs gRPC, which this server does not speak
             "NO_GCE_CHECK": "true",
         }
 

@@ -16,7 +16,8 @@ from quick_runs import NO_EMITTERS, QUICK_RUNS
 from reach import Reach
 
 gc.disable()  # off until all modules are imported, because imports make millions of objects and little garbage
-# Otherwise each of hundreds of processes would compile podrl's modules anew, which takes a tenth of its start.
+# Without bytecode files each of hundreds of processes would compile podrl's modules anew, a tenth of the time of its
+# start.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"

@@ -229,7 +229,7 @@ def disturbed(
     last = Life(variant, folder / "run")
     assert last.end() == 0, f"{variant}, killed {kills}:\n{last.output()}"
     try:
-        if "wall" in variant:  # two such runs differ, but podrl.replay repeats each of them
+        if "wall" in variant:  # two runs with the wall clock differ, but podrl.replay repeats each of them
             flags = [flag for flag in VARIANTS[variant] if flag.startswith(_PROCESSES)]
             wall_clock_kept(folder / "run", *flags, prompts=4, staleness=WALL_STALENESS)
         else:

@@ -16,7 +16,8 @@ from waits import PATIENCE_S, until
 from podrl.runtime.channel import Channel
 from podrl.runtime.message import PIECE, Message
 
-# An endpoint in a process that may open 1,024 files and no more. Its answers prove that it can still open 100.
+# The program of an endpoint. For each call it opens 100 files, so a call fails if the process has no descriptors left.
+# The answer has the number of its open files and its memory in bytes.
 ENDPOINT = """
 import os, pathlib, sys
 from podrl.runtime.channel import Channel
@@ -36,7 +37,7 @@ print(endpoint.address, flush=True)
 sys.stdin.read()
 """
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"CURVE".ljust(20, b"\0") + bytes(32)
-LONG = b"\x06" + struct.pack(">Q", 1 << 29)  # a command of half a gigabyte
+LONG = b"\x06" + struct.pack(">Q", 1 << 29)  # header of a command of half a gigabyte
 HOSTILE = {
     "one byte": b"\xff",
     "eight zeros": bytes(8),  # a jax process aborts if its transfer port gets these bytes

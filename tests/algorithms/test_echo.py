@@ -18,7 +18,7 @@ def double_precision():
 
 def test_what_was_observed():
     mask_BT = np.array([[0, 0, 1, 1, 0, 0, 1, 0, 0], [0, 1, 1, 0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 0, 0, 0]])
-    # The second sample ends with a tool's answer, because no room was left behind it; the third has no sampled token.
+    # The second sample ends with a tool's answer, as if it left no room for a turn; the third has no sampled token.
     found_BT = observed(mask_BT, np.array([7, 5, 6]), np.zeros(mask_BT.shape, np.int16))
     np.testing.assert_array_equal(found_BT.nonzero(), ([0, 0, 1, 1], [4, 5, 3, 4]))
 

@@ -424,7 +424,7 @@ def test_dropped_tokens_still_count_in_the_denominator():
 
 
 def aged(tokens):
-    """Gives the tokens the ages 0, 1, 3 and 0 updates in turn; returns (arguments of the loss, age of each token)."""
+    """Gives the tokens the ages 0, 1, 3 and 0 steps in turn; returns (arguments of the loss, age of each token)."""
     layout, ages = packed_layout(tokens["owner"]), np.array([0, 1, 3, 0])[np.arange(len(tokens["mask"])) % 4]
     logprob_BT, entropy_BT, rows = lay_out(tokens, layout)
     age_BT = np.full(rows.mask_BT.shape, np.nan)
@@ -537,8 +537,8 @@ def test_warnings_name_what_is_probably_not_meant():
 
 
 def of_torch(torch, kind, correction, old_T, sampler_T, advantage_T, owner_T):
-    """Returns, in torch, the function from log-probabilities to the sum of the token losses, and the correction's
-    weights."""
+    """Returns (a function that sums the weighted token losses of given log-probabilities, the weights of the
+    correction), both in torch."""
     p_T, q_T = old_T.exp(), sampler_T.exp()
     w_T = (old_T - sampler_T).exp()
     whole_T = torch.stack([(old_T - sampler_T)[owner_T == i].sum() for i in owner_T]).exp()

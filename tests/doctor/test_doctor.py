@@ -216,7 +216,7 @@ def test_equal_rewards_of_groups_are_a_fault_if_advantages_compare_a_group(estim
 
 
 def test_every_check_has_a_run_it_is_planted_in():
-    of_records = {row.name for row in CHECKS if row.kind != "trace"}  # test_token_checks.py plants the other findings
+    of_records = {row.name for row in CHECKS if row.kind != "trace"}  # test_token_checks.py plants findings of a trace
     assert of_records == {name for name, *_ in PLANTED}
 
 

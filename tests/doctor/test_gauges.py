@@ -61,7 +61,8 @@ def test_time_is_lost_by_kind_and_over_restarts():
 
 
 def test_what_comes_before_an_evaluation_is_no_restart():
-    """The record of the evaluation before the first step includes the first publish, during which pods compile."""
+    """Time of the first evaluation's record counts as start, not as restart: it includes the first publish, during
+    which pods compile."""
     first = {"time/start-up": 4.0, "time/publish": 28.0, "time/evaluation": 8.0}
     later = {"time/publish": 1.0, "time/checkpoint": 2.0, "time/evaluation": 7.0}
     found = gauges(0.0, first=0.0, earlier=[first, STEP, later]).of_step(STEP, None, at=100.0)
@@ -76,7 +77,7 @@ def test_the_first_start_is_kept(tmp_path):
     with (tmp_path / "starts.jsonl").open("a") as file:
         file.write(
             '{"time": 1\n[]\n{"time": "soon"}\n{"time": 1, "step": Infinity}\n'
-        )  # a torn line, or one of another program
+        )  # a torn line, and lines that podrl does not write, are skipped
     assert first_start(tmp_path, 300.0, 12) == 100.0 == first_start(tmp_path, 500.0, 14)
     assert json.loads((tmp_path / "starts.jsonl").read_text().splitlines()[-1]) == {"time": 500.0, "step": 14}
 

@@ -95,7 +95,8 @@ SYSTEMS = ("trl_grpo", "prime_rl", "verl_grpo", "open_instruct_grpo", "nemo_grpo
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_a_preset_named_after_a_system_learns_in_20_steps(name, tmp_path):
-    """Each preset raises the accuracy of greedy answers from 25 % to about 80 % on the embedded task."""
+    """With each preset, 20 steps on the embedded task raise the share of right greedy answers by over 25 points, and
+    the mean reward by over 1."""
     few = ("--config.trainer.max_steps=20", "--config.trainer.eval_every_n_steps=20", "--config.checkpoint.every=20")
     few += ("--config.eval.problems=64", "--config.eval.samples=1", "--config.log.to=()")
     records = run(tmp_path / "run", f"--config.algorithm={name}", *few, base=("--config=grpo_gemma.py",)).records()

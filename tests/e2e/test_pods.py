@@ -223,8 +223,8 @@ def in_order(records: list[dict]) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def stopping(tmp_path_factory) -> Callable[[str], pathlib.Path]:
-    """Returns a function that runs a pod of two hosts in a topology, kills it after step 3 and resumes it. The rollout
-    host evaluates."""
+    """Returns a function that runs a pod of two hosts in a topology, kills its leader after step 3 and resumes it; it
+    returns the run directory."""
 
     @functools.cache
     def once(topology: str) -> pathlib.Path:

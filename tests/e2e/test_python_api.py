@@ -206,7 +206,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.nightly("podrl/trainer/custom.py", "podrl/algorithms")
-@pytest.mark.optimised  # so that both spellings compile to the same program
+@pytest.mark.optimised  # so that the script's loss compiles to the program of the built-in loss
 def test_a_loss_and_an_advantage_of_ones_own_train_as_those_built_in(tmp_path):
     """The script has its own code for the loss `clip` and for GRPO's advantage without a scale.
 

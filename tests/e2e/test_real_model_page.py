@@ -50,7 +50,7 @@ def test_launchers_take_the_commands(capsys):
     assert xpk.main(words[3:]) == 0
     (words,) = commands("python -m launch.gke ")
     assert gke.main(words[3:]) == 0
-    # xpk's command, and one command for each role
+    # xpk's script has one command for all hosts, and the JobSet of GKE one for each of the two roles.
     assert capsys.readouterr().out.count("grpo_real.py:gemma4_e4b_v5e16") == 3
     (gemma, qwen) = commands("launch/tpu_vm.sh ")
     assert "--config=grpo_real.py:gemma4_e4b_v5e16" in gemma and "--config=grpo_real.py:qwen3_06b_v6e8" in qwen

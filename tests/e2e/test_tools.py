@@ -175,7 +175,7 @@ def test_other_ways_to_train_take_samples_with_calls(how, tmp_path):
     steps = [record for record in records if "actor/grad_norm" in record]
     assert len(steps) == 2 and all(step["actor/grad_norm"] > 0 for step in steps)
     assert all(step["episode/calls"] > 0 and step["episode/given_tokens"] > 0 for step in steps)
-    if mixed:  # without the tool, too, the model writes calls, but it gets no answer
+    if mixed:  # in samples without the calculator the model writes calls, too, but they get no answer
         rows = [json.loads(line) for line in (done.workdir / "samples.jsonl").read_text().splitlines()]
         wrote = [row for row in rows if "<call_tool" in row["completion"]]
         assert {("By heart." in row["prompt"], len(row["turns"]) > 1) for row in wrote} == {

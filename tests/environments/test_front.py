@@ -32,21 +32,21 @@ def nested(depth):
     return json.dumps(body).replace('"DEEP"', deep).encode()
 
 
-BODY = 1 << 16  # bytes; longest body in these tests
+BODY = 1 << 16  # bytes; the longest body of a request that the fronts of these tests accept
 # With this `grace_s` every retry of a client comes in time; PATIENCE_S only ends a test that hangs.
 SETTINGS = FrontSettings(max_requests=3, body_bytes=BODY, grace_s=2 * PATIENCE_S, context_tokens=64, page=True)
 
 
 @pytest.fixture
 def front():
-    """A front that drops a request soon after its client has hung up."""
+    """Yields a front that drops a request 50 ms after its client has hung up."""
     with PolledFront(dataclasses.replace(SETTINGS, grace_s=0.05), Limits()) as front:
         yield front
 
 
 @pytest.fixture(scope="module")
 def shared():
-    """A front for tests that leave no request open."""
+    """Yields a front that all tests share which leave no request open."""
     with PolledFront(SETTINGS, Limits()) as front:
         yield front
 
@@ -182,7 +182,8 @@ def test_a_body_of_chunks_is_bounded_too(shared):
 
 @pytest.mark.parametrize("where", ["head", "trailers"])
 def test_a_head_is_bounded_too(shared, where):
-    """Otherwise clients without a key could fill the server's memory."""
+    """A head or trailers of megabytes are refused before the key is read: clients without a key could otherwise fill
+    the server's memory."""
     head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n"
     head += "\r\n1\r\n{\r\n0\r\n" if where == "trailers" else ""
     with socket.create_connection(place(shared), timeout=PATIENCE_S) as plain:
@@ -207,7 +208,7 @@ def test_requests_in_one_piece_are_answered_in_turn(shared):
     health = b"GET /health HTTP/1.1\r\n\r\n"
     came = exchanged(shared, health * 2 + b"GET /health?x HTTP/1.0\r\n\r\n")
     assert came.count(b"HTTP/1.1 200 OK") == 3 and came.count(b"connection: close") == 1
-    came = exchanged(shared, health * 200)  # otherwise clients without a key could fill the memory
+    came = exchanged(shared, health * 200)  # without a limit, clients without a key could fill the server's memory
     assert b" 400 " in came and b"More than 64 requests wait" in came
 
 
@@ -325,14 +326,15 @@ def test_no_retry_joins_a_request_that_never_reached_the_owner(capsys):
 
 
 def test_an_event_of_a_stream_is_one_line():
-    """Many clients split a stream at every character that Unicode calls the end of a line."""
+    """An event has no character that Unicode calls the end of a line, because many clients split a stream at each of
+    these characters."""
     event = {"text": "a\x85b\u2028c\u2029d\x0b\x0c\x1c\r\né"}
     line, empty = front_worker._event(event).splitlines()
     assert not empty and json.loads(line.removeprefix("data: ")) == event
 
 
 def test_a_request_that_offers_another_protocol_is_answered(shared):
-    """Java's client offers HTTP/2 with its first request."""
+    """A first request that offers HTTP/2, as Java's client sends it, is answered in HTTP/1.1."""
     upgrade = {"Connection": "Upgrade, HTTP2-Settings", "Upgrade": "h2c", "HTTP2-Settings": "AAMAAABkAAQAoAAAAAIAAAAA"}
     connection = http.client.HTTPConnection(*place(shared), timeout=PATIENCE_S)
     connection.request("POST", CHAT, json.dumps(HI), {"Authorization": f"Bearer {shared.key}", **upgrade})
@@ -350,12 +352,12 @@ def test_a_request_that_offers_another_protocol_is_answered(shared):
 def test_a_body_that_is_no_json_is_refused(body):
     with pytest.raises(RefusedRequest, match="not JSON"):
         front_http.parse(body)
-    # Integers stay exact: a model may have written them, and then they are compared with what it wrote.
+    # Integers stay exact: if a model wrote them into a call, they are compared with the text that the model wrote.
     assert front_http.parse(b'["\\ud83d\\ude00", 123456789012345678901]') == ["\U0001f600", 123456789012345678901]
 
 
 def test_half_of_a_surrogate_pair_is_written():
-    """A model can write half of a surrogate pair into the arguments of a call."""
+    """JSON that the front writes is read back equal, even if a model wrote half of a surrogate pair into a call."""
     assert json.loads(front_http.to_json({"arguments": "\ud800", "é": 2**70})) == {"arguments": "\ud800", "é": 2**70}
 
 
@@ -565,7 +567,10 @@ def test_requests_beyond_the_most_of_a_key_wait(monkeypatch):
 
 
 def test_a_client_that_stops_sending_is_refused(monkeypatch):
-    """Without the limit `_SILENT_S` an unfinished request would be open for as long as its connection lasts."""
+    """A client that sends no further piece of its body for `_SILENT_S` seconds gets status 408.
+
+    Without this limit an unfinished request would be open for as long as its connection lasts.
+    """
     monkeypatch.setattr(front_http, "_SILENT_S", 0.0)
 
     async def run():

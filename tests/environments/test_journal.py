@@ -67,7 +67,7 @@ def test_the_leader_has_an_answer_before_it_is_used(pods, files, tmp_path):
     add(journal, 0, "sky", {"text": "blue"})
     (line,) = (tmp_path / "outside" / "7.jsonl").read_text().splitlines()
     assert json.loads(line)["answer"] == {"text": "blue"}
-    assert find(at(pods[2]), 0, "sky") == {"text": "blue"}  # a host that replaces the first
+    assert find(at(pods[2]), 0, "sky") == {"text": "blue"}  # another host, which takes over the sample
     for other in (Task("p", step=8, index=2, sample=1), Task("p", step=7, index=2, sample=1, mode="eval")):
         assert find(at(pods[2]), 0, "sky", other) is None
 

@@ -509,8 +509,8 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("how", ["ended", "killed"])
 def test_what_a_tool_detached_ends_with_the_job(how, tmp_path):
-    """This also holds if the job was killed: `sleep 1000` shares neither parent, nor group, nor session with the
-    tool."""
+    """A process that a tool left behind ends when the job ends or is killed, although it shares neither parent, nor
+    group, nor session with the tool."""
     before = set(processes())
     (tmp_path / "job.py").write_text(DETACHES.format(path=[str(ACTS.parent), str(ACTS.parents[1])]))
     code = subprocess.run([sys.executable, tmp_path / "job.py", how], check=False).returncode

@@ -165,7 +165,7 @@ def test_an_agent_of_pydantic_ai_uses_its_tool(front):
     assert asyncio.run(run()) == "It is 9."
 
 
-@pytest.mark.filterwarnings("ignore:Item:UserWarning")  # litellm's own classes cause it
+@pytest.mark.filterwarnings("ignore:Item:UserWarning")  # litellm's own classes cause this warning
 def test_litellm_gets_calls_and_streams(front, monkeypatch):
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else its import downloads a list of prices
     litellm = pytest.importorskip("litellm", reason="needs package litellm")

@@ -32,7 +32,7 @@ def main(words: list[str]) -> int:
         assert any(word.startswith("--zone=") for word in words)
         sys.stdout.write("".join(f"{path.name}\n" for path in root.glob("w*")))
         return 0
-    if words[1] in ("ssh", "scp"):  # to one instance, which has the name of its home
+    if words[1] in ("ssh", "scp"):  # to one instance; its name is that of its home
         host = next(word for word in words[2:] if re.match(r"w\d", word))
         words = ["compute", "tpus", "tpu-vm", *words[1:], f"--worker={host.partition(':')[0]}"]
     assert words[:3] == ["compute", "tpus", "tpu-vm"], words

@@ -1,7 +1,7 @@
 """tpu_vm.sh runs the real gcloud, where it is installed; only the services and the ssh that gcloud calls are faked.
 
-Unlike a fake gcloud, the real one shows that it knows our flags, passes the command to the workers' shells unchanged,
-runs the command on all workers, and exits with the status of a worker that fails.
+The tests with a stand-in cannot show that gcloud knows the flags of tpu_vm.sh, passes the command to the workers'
+shells unchanged, runs it on all workers, and exits with the status of a worker that fails.
 """
 
 import http.server

@@ -321,7 +321,10 @@ def test_real_xpk_runs_our_command_with_our_codes(tmp_path):
 
 
 def run_container(tmp_path: pathlib.Path, shell: list[str]) -> None:
-    """Thanks to `exec`, xpk's wrapper passes SIGTERM to our command and returns the command's exit code."""
+    """Runs a container's command, and asserts that xpk's wrapper passes SIGTERM to podrl and returns podrl's exit code.
+
+    The wrapper can do so only because launch.xpk starts podrl with `exec`.
+    """
     program = tmp_path / "python"
     program.write_text(
         f"#!{sys.executable}\n"

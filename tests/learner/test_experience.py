@@ -78,7 +78,7 @@ def test_recorded_routes_survive_checkpoints_and_go_to_other_hosts():
 
 
 def test_a_batch_without_rewards_of_turns_makes_no_empty_array():
-    """Orbax cannot store empty arrays."""
+    """Rewards of turns that are all 0 make no array for a checkpoint, because Orbax cannot store empty arrays."""
     batch = _experience(0)
     batch.rollouts.turn_reward_BT[:] = 0
     host, arrays = codec.dump([batch])

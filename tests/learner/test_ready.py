@@ -193,7 +193,7 @@ def test_a_model_beside_the_policy_that_lacks_ids_is_refused_before_a_model_is_l
     key, model, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(RLCluster, "__init__", None)  # to load a model is an error here
-    # Without this, the missing head of the reward model would be refused first.
+    # This check would refuse the reward model first, because the model has no head.
     monkeypatch.setattr(ready, "check_head", lambda directory: None)
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"vocab_size": 100}))

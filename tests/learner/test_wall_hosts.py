@@ -115,8 +115,8 @@ class Sampler:
 
 
 class Judging(Sampler):
-    """A sampler whose `signal` knows a group's rewards only in its second call; about half of the groups have equal
-    rewards."""
+    """A sampler whose `signal` does not know a group's rewards in its first call for the group; about half of the
+    groups have equal rewards."""
 
     def signal(self, making):
         if not hasattr(making, "asked"):

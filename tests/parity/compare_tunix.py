@@ -116,7 +116,7 @@ def serve_tunix(mesh_sizes: str, rest: list[str]) -> None:
     prompts = bench_rollout.make_prompts(args)
 
     class Numbers:
-        """A prompt is the number of its row in `prompts`: "3" is the fourth row."""
+        """Stands in for a tokenizer: the text of a prompt is its row number in `prompts`, so "3" is the fourth row."""
 
         def encode(self, text: str, **_: Any) -> list[int]:
             p = int(text)

@@ -58,7 +58,8 @@ def _measured(command: list[str]) -> dict[str, float]:
 
 def serve(rest: list[str]) -> None:
     """Measures Tunix's side: one update on samples of `benchmarks step`, after an update that compiles."""
-    from benchmarks import step as bench_step  # options and samples; this import needs only numpy
+    # This module defines the options and the samples. It needs only numpy, so Tunix's interpreter can import it.
+    from benchmarks import step as bench_step
 
     args = bench_step._parser().parse_args(rest)
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={args.devices}"

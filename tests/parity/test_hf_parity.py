@@ -7,7 +7,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
-import hf_cases  # noqa: E402 - needs both
+import hf_cases  # noqa: E402 - it imports torch and transformers
 
 from podrl.mesh import build  # noqa: E402
 from podrl.models import decoder, from_pretrained, hf_save  # noqa: E402

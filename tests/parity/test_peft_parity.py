@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
-import hf_cases  # noqa: E402 - needs them
+import hf_cases  # noqa: E402 - it imports torch and transformers
 
 from podrl import export  # noqa: E402
 from podrl.job.config import TINY  # noqa: E402

@@ -240,7 +240,7 @@ def test_a_completion_without_a_reward_is_named(tmp_path):
 
 
 def test_lines_of_completions_end_where_json_lines_do(tmp_path, monkeypatch):
-    """Other line ends, such as U+2028, may be part of a text."""
+    """Lines of completions end at '\\n' only: other line ends, such as U+2028, may be part of a text."""
     exact = 12345678901234567.25  # a float would round it
     odd = record(exact, "12345678901234567.25", note="a\u2028b\u2029c\x85d")
     (tmp_path / "p.jsonl").write_text('{"question": "q", "answer": 12345678901234567.25}\n')

@@ -70,7 +70,7 @@ def test_any_order_gives_the_same_bits(tight, policy, prompts_of):
 def test_an_evaluation_after_another_draws_the_longest_samples_first(roomy, policy, prompts_of, monkeypatch):
     """The second evaluation knows the lengths of the first one's samples: it needs fewer decode steps, and its samples
     are bitwise the same."""
-    # Without this, the number of steps would depend on the load of the machine.
+    # This `refills` measures no times, which would make the number of steps depend on the load of the machine.
     monkeypatch.setattr(Pace, "refills", lambda pace: pace._session.flying > 0)
     prompts, how = prompts_of([5] * 40), {"group_size": 1, "step": 3, "sampling": Sampling(max_new=44, stop_ids=(17,))}
     made = []

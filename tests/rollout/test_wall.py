@@ -99,8 +99,8 @@ class Interrupted(Maker):
 
 
 class Judging(Maker):
-    """A maker whose `signal` knows a group's rewards only in its second call; about half of the groups have equal
-    rewards."""
+    """A maker whose `signal` does not know a group's rewards in its first call for the group; about half of the groups
+    have equal rewards."""
 
     def __init__(self, *args):
         super().__init__(*args)

@@ -91,7 +91,8 @@ def test_former_keys_are_refused_with_what_took_their_place(former, now):
 
 
 def test_a_resumed_run_knows_how_long_a_start_took(tmp_path):
-    """The first step of a start compiles, so its times are kept, not those of later steps."""
+    """Each stage is expected to take as long as in the last start that measured it; times of later steps do not count,
+    because only a start's first step compiles."""
     started = {"time/start-up": 6.0, "time/restoring": 0.5}
     records = [
         {"step": 0, **started, "time/evaluation": 4.0},

@@ -89,7 +89,7 @@ def test_local_fakes():
     assert cluster == detect.Cluster("local", "shared", 3, 4, role="rollout", coordinator="127.0.0.1:40211")
     arguments = cluster.distributed_arguments
     assert arguments is not None and arguments["process_id"] == 3
-    # Otherwise jax would detect the machine's real cluster in these tests.
+    # 'deactivate' keeps jax from detecting a real cluster of this machine.
     assert arguments["cluster_detection_method"] == "deactivate"
     assert set(arguments) <= set(inspect.signature(jax.distributed.initialize).parameters)
 

@@ -148,7 +148,7 @@ def _wait_until_said(word: str, tmp_path: pathlib.Path, members: list[subprocess
 @pytest.mark.e2e
 def test_a_compilation_is_not_taken_for_a_death_and_a_stopped_process_is(tmp_path):
     with _members(tmp_path, "9", "3") as members:
-        _wait_until_said("free", tmp_path, members)  # one C call as long as three heartbeats
+        _wait_until_said("free", tmp_path, members)  # process 1's C call, as long as three heartbeats, is over
         os.kill(members[1].pid, signal.SIGSTOP)
         assert members[0].wait(PATIENCE_S) != 0
     assert "stopped sending heartbeats" in (tmp_path / "said0").read_text()

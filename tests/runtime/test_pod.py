@@ -77,14 +77,14 @@ def test_a_leader_that_is_not_there_yet_is_waited_for(monkeypatch):
     ],
 )
 def test_a_process_of_another_job_is_refused_by_name_and_ends_the_job(hosts, split, said, monkeypatch):
-    """A process of another job would wait for processes that do other work than it expects."""
+    """A process with other roles or another topology is refused: it and the job would wait for each other for ever."""
     (port,) = free_ports(1)
     leader = Pod(Seat(0, Hosts((0,), (1, 2)), f"127.0.0.1:{port}", "s"), host="127.0.0.1")
     ended: list[tuple[int, str]] = []
     monkeypatch.setattr(leader, "_end", lambda code, text, **_: ended.append((code, text)))
 
     def join() -> None:
-        with contextlib.suppress(ChannelError):  # the others never come
+        with contextlib.suppress(ChannelError):  # host 1 never joins
             leader.join(PATIENCE_S, lambda reached, waited_s: "too few")
 
     threading.Thread(target=join, daemon=True).start()
@@ -117,8 +117,8 @@ def test_who_is_waited_for_is_known_while_it_lasts(three):
 
 
 def test_the_leader_stays_until_the_others_have_closed_their_connections(three):
-    """The service of the trainers' cluster ends with the leader, and ends every process that is still in the
-    cluster."""
+    """The leader leaves last: jax's service of the trainers' cluster ends with it, and its end would end every process
+    that is still in the cluster."""
     leader, trainer, rollout = three
     leaving = threading.Thread(target=leader.leave, daemon=True)
     leaving.start()
@@ -133,7 +133,8 @@ def test_the_leader_stays_until_the_others_have_closed_their_connections(three):
 
 
 def test_what_a_process_says_that_is_lost_already_ends_no_job(three, monkeypatch):
-    """For example, a process that was frozen wakes up after other hosts have taken over its work."""
+    """An error of a process that counts as lost does not end the job. Such a process may have been frozen, and wakes up
+    after other hosts have taken over its work."""
     leader, _, rollout = three
     ended: list[int] = []
     monkeypatch.setattr(leader, "_end", lambda code, text, **_: ended.append(code))

@@ -62,7 +62,8 @@ def test_round_trip_keeps_bits_shardings_and_host_values(tmp_path):
 
 
 def test_host_arrays_without_elements_are_saved(tmp_path):
-    """A pending batch without any sampled token has empty arrays, which Orbax refuses to save."""
+    """Empty arrays come back with their dtype and shape, although Orbax refuses to save them; a pending batch without
+    any sampled token has such arrays."""
     checkpoints = Checkpoints(tmp_path)
     arrays = {"0.partial.kept_X": np.zeros((0,), np.float32), "b": np.zeros((3, 0, 2), bool), "c": np.ones(2)}
     assert checkpoints.save(1, _state(1), {}, arrays) and checkpoints.wait()

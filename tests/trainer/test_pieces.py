@@ -140,7 +140,8 @@ def test_what_a_tree_of_branches_costs():
 
 
 def test_pieces_of_a_group_share_what_they_begin_with():
-    """By hand: a system prompt of 6 tokens in two samples, a branch after an answer, and a branch inside it."""
+    """Worked by hand: two samples share a system prompt of 6 tokens. One branch begins after an answer, one inside the
+    answer."""
     system = (6, 3, (4, 6))
     rollouts = made([[(PROMPT, 0), (6, 4), (12, 2, (1, 10)), (9, 2, (2, 8))], [(PROMPT, 0), system]])
     placement = place_samples(rollouts, np.arange(2), PackShape(1, 1, 64, tree=True))
