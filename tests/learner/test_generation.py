@@ -211,7 +211,8 @@ def test_by_the_wall_clock_a_group_has_a_signal_once_its_rewards_are_known():
     groups, playing = [group for group, _ in flying], flying[:1]
 
     def ended():
-        playing.extend(flying[len(playing) : len(playing) + 1])  # adds the next group, as the queue does in place of a dropped one
+        # Adds the next group, as the queue does in place of a dropped group.
+        playing.extend(flying[len(playing) : len(playing) + 1])
 
     generator.play(playing, Policy({}, 7), halt=lambda: False, on_ended=ended)
     assert [group.scored_count for group in groups] == [G] * 3 and playing == flying
