@@ -46,7 +46,7 @@ def lengths(prompts, completions, **fields) -> list[float]:
     return [float(len(text)) for text in completions]
 
 
-# Four prompts per step: first short prompts, then long ones, then both.
+# Four prompts per step: short prompts, long prompts, both, long prompts, short prompts.
 SHORT = [f"Tom has {n} apples." for n in range(4)]
 LONG = [f"Ana buys {n} books and {n + 1} pens. " + "Then she loses 2 pens. " * 3 for n in range(4)]
 PROMPTS = [*SHORT, *LONG, *SHORT[:2], *LONG[:2], *LONG, *SHORT]

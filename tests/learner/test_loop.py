@@ -82,7 +82,7 @@ class Trace:
         return self._stop_after is not None and self._trained >= self._stop_after
 
     def outside(self):
-        """Lists the events, but of the stage 'update' only the event of the update itself."""
+        """Lists the events; of those within the stage 'update', only the update itself."""
         inner = {"<update", "score", "rewards", "advantages", "pack", "update>"}
         return [event for event in self.events if event not in inner]
 
@@ -143,7 +143,7 @@ def test_a_stop_saves_what_is_not_saved_yet():
 def test_a_finished_run_trains_nothing():
     trace = Trace(start=3)
     assert trace.train(Schedule(max_steps=3)) == 3
-    assert trace.outside() == ["publish 3", "evaluate 3 v3"]  # the recorder skips an evaluation that metrics.jsonl has
+    assert trace.outside() == ["publish 3", "evaluate 3 v3"]  # a run's recorder skips an evaluation that metrics.jsonl has
 
 
 def test_settings_are_checked():

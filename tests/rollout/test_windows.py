@@ -41,7 +41,7 @@ class Maker:
         return types.SimpleNamespace(step=step, player=player)
 
     def play(self, makings, policy, *, halt=None, on_ended=None):
-        assert halt is None  # with rollout.clock='tokens' only the samples' numbers of tokens end a window
+        assert halt is None  # with rollout.clock='tokens' a window ends by numbers of tokens and calls alone
         rows = [(making.player, quantum) for making, quantum in makings]
         for _ in self._worker.advance(policy, rows, calls=self._calls):
             pass
