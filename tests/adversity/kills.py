@@ -11,10 +11,10 @@ more. It must end with exit code 0, and its metrics, samples, weights and optimi
 run bit for bit. A run with rollout.clock='wall' must instead train on each prompt once, and podrl.replay must repeat
 its last step.
 
-With --grid a random process of every run is killed after each of its steps, in all combinations of: staleness 2 and 3;
-full training and LoRA; with tools and without; one process, a shared pod and a split pod. With --hosts there is one
-run of 30 steps with staleness 2, in a split pod of one trainer and two rollout hosts. Only rollout hosts are killed, at
-random times, and the launcher starts them again.
+With --grid a random process of every run is killed after each of its steps but the last, in all combinations of:
+staleness 2 and 3; full training and LoRA; with tools and without; one process, a shared pod and a split pod. With
+--hosts there is one run of 30 steps with staleness 2, in a split pod of one trainer and two rollout hosts. Only rollout
+hosts are killed, at random times, and the launcher starts them again.
 """
 
 import argparse
@@ -120,8 +120,8 @@ class Whole:
 
 
 class Life:
-    """One start of a run. Its process is killed at change number `at` of the run directory, or at a change whose path
-    contains `at`; if `at` is 0, nothing is killed."""
+    """One start of a run. Its process is killed just before change number `at` of the run directory, or just before a
+    change whose path contains `at`; if `at` is 0, nothing is killed."""
 
     def __init__(self, variant: str, workdir: pathlib.Path, *, at: int | str = 0):
         workdir.parent.mkdir(parents=True, exist_ok=True)

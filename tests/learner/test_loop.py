@@ -143,7 +143,8 @@ def test_a_stop_saves_what_is_not_saved_yet():
 def test_a_finished_run_trains_nothing():
     trace = Trace(start=3)
     assert trace.train(Schedule(max_steps=3)) == 3
-    assert trace.outside() == ["publish 3", "evaluate 3 v3"]  # a run's recorder skips an evaluation that metrics.jsonl has
+    # A run's recorder skips an evaluation that metrics.jsonl has.
+    assert trace.outside() == ["publish 3", "evaluate 3 v3"]
 
 
 def test_settings_are_checked():
