@@ -264,8 +264,8 @@ def test_a_configuration_file_goes_along_with_what_it_names(project, tmp_path, m
 
 
 def _fake_gcloud(folder: pathlib.Path, monkeypatch) -> pathlib.Path:
-    """Puts a stand-in for gcloud on PATH that stores what is copied to a URL as a file; returns the folder of these
-    files."""
+    """Puts stand-ins on PATH: gcloud stores what is copied to a URL as a file, kubectl and xpk store their input and
+    arguments. Returns the folder of these files."""
     kept = folder / "kept"
     kept.mkdir()
     program = folder / "gcloud"

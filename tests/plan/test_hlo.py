@@ -15,7 +15,8 @@ from podrl.mesh.build import make_mesh
 from podrl.plan.hlo import Collective, cost_of
 
 # A program with a loop of 3 rounds, then one all-gather of 4 x 4 floats in groups of 2. Each round adds 1, multiplies
-# matrices of (8, 16) and (16, 4), which the TPU compiler writes as a convolution, and permutes 8 x 4 floats over 4 devices.
+# matrices of (8, 16) and (16, 4), which the TPU compiler writes as a convolution, and permutes 8 x 4 floats over 4
+# devices.
 TEXT = """HloModule jit_f, is_scheduled=true, num_partitions=4
 
 %fused (param_0.1: f32[8,16], param_1.1: f32[5,16,4]) -> f32[8,4] {
@@ -129,7 +130,8 @@ def test_an_all_gather_sends_its_part_to_the_others_of_its_group(groups: str, se
 
 
 def test_padding_of_a_convolution_is_not_counted():
-    """TPU programs write a product with a batch of 4 as a convolution. Its window over the batch is mostly padding."""
+    """The convolution is a product with a batch of 4, as TPU programs write it: its window over the batch is mostly
+    padding."""
     text = """HloModule m
 
 ENTRY %main (x: f32[4,8,16], w: f32[4,16,2]) -> f32[4,8,2] {
@@ -167,7 +169,8 @@ ENTRY %main (g: s8[{grid}], q: bf16[2,8,512,64]) -> bf16[2,8,512,64] {{
 
 @pytest.mark.parametrize(("kernel", "products"), [("jvp_prefix_attention_fwd_", 2), ("prefix_attention_dkv", 4)])
 def test_the_kernel_for_shared_prompts_counts_as_if_all_before_were_seen(kernel: str, products: int):
-    """A row of 1,500 tokens has 3 blocks, so 6 of 9 pairs of blocks count; `p` lists 6 pairs for each of 2 rows, and one more number."""
+    """A row of 1,500 tokens has 3 blocks, so 6 of 9 pairs of blocks count. `p` lists 6 pairs for each of 2 rows, and
+    one more number."""
     text = f"""HloModule m
 
 ENTRY %main (n: s32[], p: s32[13], w: s32[1], q: bf16[2,8,64,1500]) -> bf16[2,8,64,1500] {{
@@ -182,7 +185,7 @@ ENTRY %main (n: s32[], p: s32[13], w: s32[1], q: bf16[2,8,64,1500]) -> bf16[2,8,
 
 
 def test_a_scan_of_products_compiled_here():
-    """This machine's compiler scans 6 layers inside 5 rows, each a (8, 32) x (32, 32) product."""
+    """The program has a loop over 6 layers inside a loop over 5 rows. Each layer multiplies (8, 32) by (32, 32)."""
 
     def forward(x_AXD, w_LDD):
         def row(carry, x_XD):

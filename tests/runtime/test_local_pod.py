@@ -203,8 +203,8 @@ while index == 0 and not (started.exists() and len(started.read_text()) == 3):
 
 
 def test_a_job_that_hosts_may_join_goes_on_without_any_of_its_own(monkeypatch, tmp_path):
-    """Only if the user has set PODRL_SECRET, other hosts can join. Then the leader decides whether a job without hosts
-    of its own ends."""
+    """Without PODRL_SECRET no other host can join, so the pod ends when its only rollout host is lost for good. With
+    it, the trainer goes on."""
     # The rollout host is started once, and five times again.
     gone = "turns({folder!r}, [1] * 6)\nsys.exit(42 if index else 0)"
     program = _TURNS + gone.format(folder=str(tmp_path / "alone"))

@@ -148,8 +148,8 @@ def test_what_a_process_says_that_is_lost_already_ends_no_job(three, monkeypatch
 
 @pytest.mark.parametrize("process", [1, 2], ids=["its own", "another's"])
 def test_a_process_at_the_address_of_a_dead_one_is_not_taken_for_it(process):
-    """If the leader took the new process's request for a repeated request of the dead process, no roster would list the
-    new process."""
+    """A process that joins from the address of a dead one is refused and told to start at another port. From another
+    port, a process takes the place of the dead one."""
     with joined(Hosts((0,), (1, 2)), disposable=True) as (leader, first, _):
         port = int(first.channel.address.rpartition(":")[2])
         me = {"process": 1, "address": first.channel.address, "host": "h", "pid": 7, "job": first.seat.describe()}

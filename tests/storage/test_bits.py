@@ -122,7 +122,7 @@ def test_leaves_that_are_alike_share_a_program():
 
 
 def test_an_accelerator_sums_in_one_pass():
-    """The CPU's form has a loop for the sake of its compiler; a GPU would start one kernel per iteration."""
+    """The program for a CPU has a loop, and the programs for a GPU and a TPU have none."""
     leaf = jax.ShapeDtypeStruct((1 << 12, 256), "float32")
     traced = jax.jit(lambda x: bits.shard_sum(x, [0, 0])).trace(leaf)
     assert "stablehlo.while" in traced.lower().as_text()

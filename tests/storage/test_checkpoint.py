@@ -176,7 +176,8 @@ def test_a_save_that_cannot_be_written_leaves_the_last_good_one(tmp_path, caplog
 
 
 def test_a_failed_save_whose_writers_go_on_for_a_while_does_not_fail_the_next_one(tmp_path, caplog):
-    """Tensorstore's threads may still create files after the save has failed, so removing its directory fails.
+    """A thread creates files in the failed save's directory for a second, as tensorstore's threads may, so that the
+    directory cannot be removed at once.
 
     The writer begins after Orbax has made the directories. If they existed before, Orbax could not make them, and its
     threads would wait five minutes for them, beyond the end of the test.
@@ -208,7 +209,8 @@ def test_a_failed_save_whose_writers_go_on_for_a_while_does_not_fail_the_next_on
 
 
 def test_no_thread_waits_for_directories_that_cannot_be_made(tmp_path, monkeypatch, caplog):
-    """Orbax's threads would wait five minutes for a directory if inodes ran out, and the process could not end."""
+    """A save that cannot make its directories fails, its threads end long before Orbax's limit of five minutes, and the
+    next save succeeds."""
     checkpoints = _saved(tmp_path, [1])
     before = set(threading.enumerate())
     make = os.mkdir
@@ -242,7 +244,6 @@ def _flip(file, bit):
 
 
 def test_one_flipped_bit_of_a_leaf_is_named_and_the_checkpoint_before_is_used(tmp_path, caplog):
-    """Tensorstore does not check values: without checksums the changed value would go unnoticed."""
     _saved(tmp_path / "c", [1, 2]).close()
     files = [p for p in (tmp_path / "c" / "2" / "state").rglob("*") if p.is_file()]
     largest = max(files, key=lambda p: p.stat().st_size)

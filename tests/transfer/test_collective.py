@@ -141,7 +141,8 @@ def collective_bytes(hlo):
 @pytest.mark.nightly("podrl/transfer")
 @pytest.mark.slow
 def test_compiles_for_tpu(monkeypatch):
-    """v5e 4x4 is split into 8 trainers and 8 rollouts; every value crosses once, as bfloat16."""
+    """A v5e 4x4 is split into 8 chips for the trainer and 8 for the rollout. Every value that is sharded crosses once,
+    as bfloat16."""
     pytest.importorskip("libtpu")
     from jax.experimental import topologies
 

@@ -148,8 +148,8 @@ def test_nothing_compiles_after_the_first_version_and_every_weight_is_read_once(
         policy = receiver.receive(2)
     monkeypatch.undo()
     assert not [r.message for r in caplog.records if "ompil" in r.message]
-    # The host reads the checksums of four devices, and every box once, because bytes for another cluster go through the
-    # host.
+    # Sender and receiver each read the checksums of their four devices. The sender reads every box once, because bytes
+    # for another cluster go through the host.
     sums = (4, len(SHAPES))
     assert reads.count(sums) == 2
     assert sum(math.prod(shape) for shape in reads if shape != sums) == sum(map(math.prod, SHAPES.values()))
