@@ -123,8 +123,7 @@ def test_each_setting_of_evaluations_is_honoured_or_refused_by_name():
     honoured = set()
     for name, value in changed.items():
         own = dataclasses.replace(base)
-        # This bypasses the checks of the frozen class, which refuse made-up values. So fields that are added later are
-        # tested too.
+        # Made-up values stand for fields that are added later, too. The checks of the class would refuse them.
         object.__setattr__(own, name, value)
         try:
             config, _ = configured("podrl", rollout={podrl.Mode.TRAIN: base, podrl.Mode.EVAL: own})

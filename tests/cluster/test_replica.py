@@ -168,7 +168,7 @@ def test_the_hosts_of_a_replica_that_joins_have_seats_beside_each_other():
 
 
 def test_a_replica_comes_together_once(pods):
-    """The loss of a host ends the jax cluster of its replica, so the restarted host is admitted to the next cluster."""
+    """A host that starts again waits until all hosts of its replica gather again, and gets their new coordinator."""
     threads = ThreadPoolExecutor(4)
     first = [threads.submit(joining.gather_replica, pod, "unix:/tmp/x/coordinator", 20.0) for pod in pods[1:]]
     (place,) = {each.result(PATIENCE_S) for each in first}

@@ -260,7 +260,7 @@ def test_a_role_that_a_template_passes_over_or_refuses_is_a_users(made, tmp_path
     config = json.loads((silent / "tokenizer_config.json").read_text())
     config["chat_template"] = config["chat_template"].replace('message.role == "tool"', "false")
     (silent / "tokenizer_config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="role='user'"):  # this template drops thoughts
+    with pytest.raises(ValueError, match="role='user'"):  # after a user's turn this template drops earlier thoughts
         Dialogue(Tokenizer(silent)).check_template("tool")
 
 

@@ -101,8 +101,8 @@ def forgets(run):
 
 
 def uneven(run):
-    """Plants a fault: from step 10 on the longest sample has four times the mean length, and the update waits for
-    samples."""
+    """Plants a fault: the updates wait for samples, and from step 10 on the longest sample has four times the mean
+    length."""
     put(run, "perf/waits_samples", 0.6, 1)
     put(run, "completion/length_mean", 8.0, 1)
     put(run, "completion/length_max", 16.0, 1, 9)

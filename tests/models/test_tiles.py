@@ -31,8 +31,8 @@ def test_tiles_of_published_sizes_fit_near_memory_and_waste_little(dim, ffn, row
 
 @pytest.mark.parametrize("rows", [1, 16, 100, 511, 512, 1024, 2048, 4096, 100_000])
 def test_experts_with_many_rows_compute_few_rows_of_others(rows):
-    """A tile larger than the smallest has at most a quarter of an expert's rows; a tile smaller than the largest has more
-    than an eighth of them."""
+    """A tile larger than the smallest has at most a quarter of an expert's rows; a tile smaller than the largest has
+    more than an eighth of them."""
     tile = tiles.row_tile(rows)
     assert tile == 128 or rows >= 4 * tile
     assert tile == tiles.ROWS or rows < 8 * tile

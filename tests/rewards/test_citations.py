@@ -56,7 +56,6 @@ def test_a_document_that_the_model_wrote_is_not_cited():
 
 @pytest.mark.parametrize("piece", ["<cite id=a>", "<cite id=a>x", "<snippet id=a>", "<cite ", "<cite id='"])
 def test_the_time_is_linear_in_the_text(piece):
-    """A pattern that scans the rest of the text from every position would take hours."""
     assert share(piece * 20_000, read=READ + piece * 20_000) == 0.0
 
 
