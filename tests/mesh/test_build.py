@@ -69,8 +69,7 @@ def test_devices_are_sorted_by_process_then_id():
 
 @dataclasses.dataclass(frozen=True)
 class PathwaysChip(Chip):
-    """Stands in for a device behind the Pathways proxy, whose devices all belong to process 0. Orbax reads the same
-    attributes."""
+    """Stands in for a device behind the Pathways proxy, whose devices all belong to process 0."""
 
     slice_index: int
     virtual_task_index: int
