@@ -176,7 +176,7 @@ def compile_all(
       note: function that is called with a text such as '2/7 insert' before each program.
 
     Returns:
-      The state, empty and on the device.
+      The state after these runs, ready on the device.
     """
     shape = engine.shape
     programs = len(engine.prefills) + 4 + engine.routes + bool(shape.slots)

@@ -49,7 +49,8 @@ def unrolls(model: ModelConfig, mesh: Mesh, dtype: jnp.dtype) -> bool:
 
     A scan copies the weights of every layer in each decode step. Unrolled layers need no such copies, but the device
     holds the weights twice. On a GPU the copies take a fifth of a decode step of 28 layers
-    (docs/measurements/chips.md). So a GPU may unroll more layers than other devices, if the weights are small.
+    (docs/measurements/chips.md). So a GPU may unroll up to 64 layers instead of 12, if the weights take at most 4 GiB
+    times the size of the axis `tensor`.
     """
     if not on_gpu(mesh):
         return model.num_layers <= UNROLLED_LAYERS
@@ -839,7 +840,6 @@ class Engine:
         return self._write(state, self.put_rows(page_XJ.reshape(-1)), *blocks)
 
     def _write_pages(self, state: DecodeState, page_M: Int[Array, " J"], *blocks: Array) -> DecodeState:
-        """Overwrites J pages of each shard."""
         return dataclasses.replace(
             state, pools=tuple(pool.at[:, page_M].set(block) for pool, block in zip(state.pools, blocks, strict=True))
         )

@@ -68,7 +68,7 @@ class Sizes(NamedTuple):
 def takes(page_tokens: int, head_dim: int, dtype: jnp.dtype, *, numbers: int) -> bool:
     """Returns True if the kernel can run: pages fill whole tiles, and the read list fits the memory for scalars.
 
-    In a tile the tokens of a page are rows, and the head dimension is the lanes.
+    A page's tokens are the rows of a tile, and the head dimension is its columns.
 
     Args:
       page_tokens: number of tokens of a page.
@@ -86,8 +86,7 @@ def chosen(
     """Returns True if an engine uses the attention kernel: as configured, or by default if it runs and is faster.
 
     On TPUs the kernel is faster if a device has two cores, which share no near memory: XLA then writes the gathered
-    pages to HBM (counted: docs/measurements/planning.md). On GPUs the kernel is always faster
-    (docs/measurements/chips.md).
+    pages to HBM (counted: docs/measurements/planning.md). On GPUs the kernel is faster (docs/measurements/chips.md).
 
     Args:
       wanted: `rollout.page_kernel`.

@@ -1,9 +1,10 @@
 """The read list of a dispatch: the pages that it reads and writes, as one flat integer array per shard.
 
 The engine's dimension letters, besides those of podrl.types: X data-parallel shards, M pages in a shard's pool, U reads
-of shared (prompt) pages, O reads of own pages, W samples served by one shared read, J pages that one sample may hold,
-E stop ids. A page is C consecutive token places of one sequence; `start` is the position of its first token, and
-`count` is the number of tokens in it. Page M - 1 is never read: keys and values that need not be kept go there.
+of shared (prompt) pages, O reads of own pages, W samples served by one shared read, J pages that one sample and its
+prompt may hold together, E stop ids. A page is C consecutive token places of one sequence; `start` is the position of
+its first token, and `count` is the number of tokens in it. Page M - 1 is never read: keys and values that need not be
+kept go there.
 """
 
 import dataclasses
@@ -29,8 +30,8 @@ class ReadList:
       shared_first_R: place of the lane in its first shared read, as read * W + member; its other reads follow at
         strides of W.
       shared_number_R: number of shared reads of the lane.
-      own_page_O, own_start_O, own_count_O, own_lane_O: pages that one lane reads: index of the page, position of its
-        first token, number of its tokens, the lane. Reads of one lane follow each other.
+      own_page_O, own_start_O, own_count_O, own_lane_O: pages of the samples in the lanes: index of the page, position
+        of its first token, number of its tokens, the lane that reads it. Reads of one lane follow each other.
       own_first_R, own_number_R: index of the lane's first own read, and the number of its own reads.
       write_page_R, write_offset_R: page for the lane's new keys and values, and the place in the page where they begin.
     """

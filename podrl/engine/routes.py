@@ -16,7 +16,7 @@ class HasRoutes(Protocol):
     """A sample whose routes are read, such as podrl.engine.session.Track.
 
     Attributes:
-      routes: experts of each token, as bytes, as in `Rollouts.route_BTX`; None before the first read.
+      routes: experts of each token, as bytes, as in `Rollouts.route_BTX`; None before the first `RouteReader.want`.
     """
 
     routes: UInt8[np.ndarray, "T X"] | None
@@ -45,9 +45,9 @@ class _Piece:
 class RouteReader:
     """Collects the pages to read, and reads the pages of many samples in one device call.
 
-    A call copies as many pages of each shard as a sample may hold. It is launched before the device's next work, which
-    may overwrite the pages. Its result is read together with the result of the next dispatch, so the device never
-    waits.
+    A call copies J pages of each shard, as many as one sample and its prompt may hold together. It is launched before
+    the device's next work, which may overwrite the pages. Its result is read together with the result of a later
+    dispatch, so the device need not wait.
     """
 
     def __init__(self, device: Device):

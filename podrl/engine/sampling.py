@@ -82,8 +82,8 @@ def draw(
     # takes ten times as long.
     V = logits_RV.shape[-1]
     first_R = jnp.min(jnp.where(logits_RV == top_R[:, None], jnp.arange(V, dtype=jnp.int32), V), axis=-1)
-    # The compiler may compute the logits twice, with different last bits. If no logit then equals the maximum, the lane
-    # fails.
+    # The compiler may compute the logits twice, with different last bits. If no logit then equals the maximum, a greedy
+    # lane fails.
     failed_R |= greedy_R & (first_R == V)
     token_R = jnp.where(greedy_R, first_R, sampled_R)
     token_R = jnp.where(failed_R, 0, token_R)

@@ -264,8 +264,8 @@ class Scheduler:
     def plan(self) -> DispatchPlan:
         """Plans the next dispatch.
 
-        Running samples get pages first. Then waiting samples get free lanes. At last, further prompts are prefilled
-        ahead in rows of prefill calls that would be empty.
+        Running samples get pages first. Then waiting samples get free lanes. Finally, further prompts are prefilled
+        ahead, in rows of prefill calls that would otherwise be empty.
         """
         plan = DispatchPlan()
         self._plans += 1
@@ -441,7 +441,8 @@ class Scheduler:
         """Spills idle stores until the sample fits the shard, which has a free lane; returns False if it cannot fit."""
         if self._short(shard, sample) > 0 and not self._make_pages(shard, sample, plan):
             return False
-        # There are at least as many slots as lanes. A lane is free, so a prompt without running samples has a slot.
+        # There are at least as many slots as lanes. A lane is free, so at least one slot belongs to a prompt without
+        # running samples, and spilling this prompt frees the slot.
         if self._lacks_slot(shard, sample):
             self._spill(shard, self._idle_prompts(shard)[0], plan)
         return True

@@ -37,14 +37,15 @@ class BatchMaker:
     """Makes batches of groups on one thread, window after window, as a clock decides.
 
     A window is the time in which samples are drawn by one version of the weights. It begins when the caller first waits
-    for a batch after `publish`. By then all prompts of the window have been submitted, and a checkpoint taken earlier
-    finds every open sample at the start of a window. Keys and values are computed anew in every window.
+    for a batch after `publish`. By then all prompts of the window have been submitted. Checkpoints are taken before
+    this wait, so in them every open sample is at the start of a window. Keys and values are computed anew in every
+    window.
 
     With `rollout.clock='tokens'` a group is a whole batch, and a window ends when all samples have drawn their tokens
     of the window. With 'wall' a group is one prompt, and `end_window` stops all samples after the dispatches in flight.
 
     With 'wall', steps in the journal are repeated exactly, however long they take. These are the steps that a killed
-    run made after its newest checkpoint, or the steps of podrl.replay.
+    run made after its newest checkpoint, or the steps that podrl.replay repeats.
     """
 
     def __init__(

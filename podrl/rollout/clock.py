@@ -355,7 +355,8 @@ def choose(groups: Sequence[_C], step: int, size: int, staleness: int) -> list[_
     group.
 
     The last step that may train on a repeated group waits for it. Of the other groups that are ready, groups with a
-    signal go first, then groups with older tokens; among equally old groups, the group submitted first goes first.
+    signal go before groups without a signal. Among these, groups with older tokens go first, and among equally old
+    groups the group that was submitted first.
 
     Args:
       groups: the open groups.
@@ -374,7 +375,7 @@ def choose(groups: Sequence[_C], step: int, size: int, staleness: int) -> list[_
 
 
 def in_sessions(budgets: Sequence[tuple[_G, Sequence[TokenBudget]]]) -> Iterator[list[tuple[_G, TokenBudget]]]:
-    """Yields, for each session of a version, the groups that the session draws, each with its budget.
+    """Yields, for each session of a version, the groups that draw tokens in the session, each with its budget.
 
     Args:
       budgets: groups, each with its budgets for the sessions of the version.

@@ -232,7 +232,7 @@ class EpisodePlayer:
         self._ended: list[int] = []
         self._waiting: set[int] = set()  # samples that wait for a message of their environments
         self._returned: set[int] = set()  # samples whose environments wait for routes (`EpisodeReturn`)
-        self._inboxes: dict[int, list[EpisodeEvent]] = {}  # inboxes of `EnvironmentClient.inboxes`, by row
+        self._inboxes: dict[int, list[EpisodeEvent]] = {}  # inboxes of this player's episodes, by row
         self._budget = TokenBudget()
         self._calls: int | None = None
         self._failed = 0
@@ -734,7 +734,7 @@ class EpisodePlayer:
         self._send_turn(b, Turn("", FULL))
 
     def _send_turn(self, b: int, turn: Turn, drawn: PackedTokens | None = None) -> None:
-        """Sends a turn to the environment of a sample. From then on the sample waits for the answer.
+        """Sends a turn to the environment of a sample, which then waits for the environment's next message.
 
         Args:
           b: row of the sample.

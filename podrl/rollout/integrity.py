@@ -9,6 +9,8 @@ from podrl.types import STOP_FAILED, Rollouts
 def faults(rollouts: Rollouts, *, step: int, max_staleness: int) -> dict[str, float]:
     """Compares the arrays of a batch with each other, and counts tokens with contradictions.
 
+    Of failed samples, only the prompts are checked for faults.
+
       rollout/faulty_tokens    tokens with any of these faults:
                                the loss uses a token that is in the prompt or padding, begins a piece, has no
                                version, or has a log-probability that is positive or not finite;

@@ -14,7 +14,7 @@ _PROMPTS_KEPT = 1 << 16
 
 
 class SampleLengths:
-    """Remembers the lengths of evaluation samples, so that the next evaluation can start with the longest ones.
+    """Remembers the lengths of evaluation samples, so that the next evaluation can start with its longest samples.
 
     An evaluation samples the same prompts under the same random keys as the previous evaluation, with newer weights.
     """

@@ -159,7 +159,7 @@ class Serving:
         """Runs one step of the engine.
 
         Returns:
-          (number of the request, part, answer or refusal) for every client that must get one.
+          (number of the request, output) for each output to a client: a part of an answer, an answer, or a refusal.
         """
         session = self._session
         if session is None:
@@ -287,7 +287,8 @@ class Serving:
     def _part(self, state: _RequestState, i: int) -> AnswerPart | None:
         """Writes the unsent tokens of sample i, if it has not ended.
 
-        Returns None if there are none, or if later tokens may change their text, as within a character.
+        Returns None if the sample has ended, if it has no unsent tokens, or if later tokens may change the text of
+        these tokens, as within a character.
         """
         track, sent, begin = state.tracks[i], state.sent[i], state.begin[i]
         if len(track.tokens) == sent or track.stop is not None:

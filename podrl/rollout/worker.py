@@ -450,8 +450,8 @@ class RolloutWorker:
         """Refuses requests that the engine cannot serve.
 
         Raises:
-          ValueError: a prompt is empty or too long, a sample might not fit the cache, or there are too many stop ids or
-            stop ids that the model does not have.
+          ValueError: `group_size` is below 1, a prompt is empty or too long, a sample might not fit the cache, there
+            are too many stop ids, or the model lacks one of them.
         """
         sampling = self._complete(sampling)
         assert sampling.max_new is not None

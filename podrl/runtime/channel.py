@@ -287,8 +287,8 @@ class Channel:
         """Calls `receive` for each message that arrives at a socket.
 
         The file descriptor of a ZeroMQ socket shows only that the socket's state has changed since its events were last
-        read, and sending reads the events too. So after every use of a socket its events are read again. A few hundred
-        silent sockets cost nothing.
+        read, and sending reads the events too. So after every use of a socket its events are read again. The events of
+        silent sockets are read only every `_SWEEP_S` seconds.
         """
         self._sockets[sock] = receive
         self._touched[sock] = None

@@ -257,7 +257,7 @@ def gather_replica(pod: Pod, jobs: str, deadline_s: float) -> str:
 
     The head (the first process) of the replica chooses the address once, after all processes of the replica have asked
     for it. A process that asks later replaces a lost member of a jax cluster that still runs. The loss will end this
-    cluster. Until then the new process keeps asking, and at last it reaches the head of the next cluster.
+    cluster. The new process keeps asking until it reaches the head of the next cluster.
 
     Args:
       pod: this process's view of the job.

@@ -6,7 +6,7 @@ Reward functions run in processes that do not import jax, so this module does no
 import math
 from collections.abc import Sequence
 
-_EXACT = 15  # number of significant digits that every float can hold
+_EXACT = 15  # a decimal number of at most this many significant digits is not changed by a float
 
 
 class LongFloat(float):

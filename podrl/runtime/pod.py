@@ -33,8 +33,8 @@ _FAREWELL_S = 5.0  # longest wait of an ending process for the leader's answer; 
 _LAST_WORDS_S = 15.0  # time for the other processes to print why they end, before a failed leader ends
 _OVER_S = 30 * 86400.0  # longest wait for the end of the job: no real limit, as a lost leader is noticed anyway
 _OVER_LATE_S = 5.0  # time to leave by itself, for a process that takes part in the job
-_LAST_S = 10.0  # time to end this process, for the thread that knows why the job ends
-_OTHERS_S = 30.0  # time to leave, for the other processes after the job is over; longest wait for an address
+_LAST_S = 10.0  # time for the thread that knows why the job ends to end this process
+_OTHERS_S = 30.0  # time for the other processes to leave after the job is over; also the longest wait for an address
 _LAST_STEP_S = 0.2  # time that a process needs to end after it has closed its connections
 _LOOK_S = 0.5  # time between two checks whether a process has a new address, or another process must be asked
 
@@ -44,7 +44,7 @@ class MovedError(Exception):
 
 
 class Pod:
-    """This process's view of the job. Starts with `join`; ends with `leave` or `fail`.
+    """This process's view of the job. Call `join` first, and `leave` or `fail` at the end.
 
     Attributes:
       seat: place of this process in the job.
@@ -329,9 +329,9 @@ class Pod:
         return self._differences(who)
 
     def _differences(self, who: JsonObject) -> Message:
-        """Describes how one of the job's first processes was started differently from this one.
+        """Returns a message that says how one of the job's first processes was started differently from this one.
 
-        The text is empty if both were started for the same job.
+        The message is empty if both were started for the same job, or if the process joined later.
         """
         process = int(who["process"])
         if process >= self.seat.hosts.count:
@@ -428,7 +428,7 @@ class Pod:
             return [address for process, address in self._addresses.items() if process != LEADER]
 
     def await_end(self, deadline_s: float) -> None:
-        """Waits until the job ends for a reason that another process knows; returns only if the job does not end.
+        """Waits until the job ends for a reason that another process knows; returns if it does not end in `deadline_s`.
 
         A process that has failed calls this method if the leader must handle the failure first, or if the failure is
         probably the consequence of another process's failure.

@@ -1,9 +1,9 @@
 """Plans which boxes each collective between two meshes moves, and builds the programs before and after it.
 
 A leaf crosses in rounds: in each round a device sends and receives at most one box. The boxes of several
-leaves whose rounds have the same links share a message. The links between hosts are the bottleneck, so no value crosses
-them twice: a leaf that the target mesh replicates arrives with further cuts, along the axes that replicate it, and is
-then spread inside the target mesh.
+leaves whose rounds have the same links share a message. The links between hosts are the bottleneck, so a leaf that the
+target mesh replicates arrives with further cuts, along the axes that replicate it, and is then spread inside the target
+mesh. Small shards are not cut further, so their values cross once for each replica (`arrival`).
 
 Values travel as plain unsigned words: no program on the way interprets, widens or rounds them (XLA for CPU widens
 bfloat16 to float32 around a collective). Leaves of different dtypes but equal width can share a message.
@@ -193,7 +193,7 @@ class BoxMessage:
 
     @property
     def crossing_bytes(self) -> int:
-        """Returns the sum of the bytes that cross each link."""
+        """Returns the bytes of the message, summed over its links."""
         return math.prod(self.shape) * self.dtype.itemsize * len(self.links)
 
     def buffer(self, place: NamedSharding) -> jax.ShapeDtypeStruct:

@@ -289,7 +289,10 @@ class TransferPlan:
 
 
 def default_bucket_bytes(targets: Sequence[Sharding], sources: Sequence[Sharding] = ()) -> int:
-    """Returns the bytes that a device may stage at once, by platform; pass `sources` if all devices are local."""
+    """Returns the bytes that a device may stage at once, by platform of the targets.
+
+    Give `sources` only if this process can address all devices of both meshes.
+    """
     if sources and in_one_memory(sources, targets):
         return _IN_PLACE_BUCKET_BYTES
     platform = next(iter(targets[0].device_set)).platform if targets else ""

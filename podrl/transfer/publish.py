@@ -87,9 +87,9 @@ class Publisher:
     """Moves weights from the trainer mesh to the rollout mesh, one version after another.
 
     The plan and the programs are made once. From the second version on nothing compiles, and the host reads only the
-    version and the checksums, 4 bytes per leaf and device. If the two meshes belong to different processes of one
-    cluster, every process of both meshes makes a Publisher and calls `publish` in the same order; the checksums travel
-    with the weights.
+    checksums, 4 bytes per leaf and device, and with the collective transport the version. If the two meshes belong to
+    different processes of one cluster, every process of both meshes makes a Publisher and calls `publish` in the same
+    order; the checksums travel with the weights.
 
     Attributes:
       plan: the transfer plan; `plan.explain(bandwidth)` describes it in words.

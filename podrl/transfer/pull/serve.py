@@ -216,7 +216,7 @@ class ServedTree:
           number: number of the receiver.
           version: version to cut.
           bucket: number of the bucket in the plan.
-          part: number of the part, if the bucket is a part of one large leaf; 0 if the bucket holds whole leaves.
+          part: number of the part, if the bucket is one large leaf that moves in parts; 0 if leaves move whole.
 
         Returns:
           A message with the boxes as bulk and the checksums of all leaves. If there are no boxes to send, a mapping
