@@ -260,7 +260,8 @@ class Checkpoints:
           The checkpoint; None if there is none.
 
         Raises:
-          ValueError: there are checkpoints, but none can be read; or there is none, and the disk has no room for one.
+          ValueError: there are checkpoints, but none can be read; a damaged one cannot be moved; or there is none, and
+            the disk has no room for one.
         """
         compile_sums(abstract_state)
         steps = sorted(self.steps(), reverse=True)

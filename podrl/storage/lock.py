@@ -185,7 +185,10 @@ class _File:
         self.leased = on_network(str(path), _proc("self/mounts"))
 
     def lock(self) -> bool:
-        """Tries to lock the file that is now at the path; returns False while another process has it."""
+        """Tries to lock the file at the path; returns False if another process has the lock or replaced the file.
+
+        On a file system without locks there is only the lease, and the call returns True.
+        """
         self.close()
         self._opened = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
         try:

@@ -29,11 +29,11 @@ class Mirror:
     """
 
     def __init__(self, remote: Place, *, folders: Sequence[str] = ()):
-        """Makes the local directory and fetches the files of the remote directory, but not from its subfolders.
+        """Makes the local directory, and fetches the files at the top of the remote directory and in some folders.
 
         Args:
           remote: the directory in the bucket.
-          folders: names of folders in `remote` whose files are also fetched.
+          folders: names of the folders in `remote` whose files are fetched, too.
 
         Raises:
           StorageError: the files cannot be read.

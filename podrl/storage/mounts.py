@@ -1,6 +1,6 @@
 """Tells local disks from file systems that other machines see, too.
 
-This file and podrl/runtime/detect.py import only the standard library: some hosts that use them have nothing else.
+This file and podrl/runtime/detect.py need only the standard library: some hosts that use them have nothing else.
 """
 
 import pathlib

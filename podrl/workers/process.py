@@ -56,7 +56,7 @@ def _job_mark() -> str:
 
 
 class Process:
-    """One worker process; it runs a module that calls podrl.workers.child. Used on the event loop that starts it."""
+    """One worker process, which runs a module that calls podrl.workers.child; use it on the loop that starts it."""
 
     def __init__(
         self, module: str, limits: Limits, on_frame: Callable[[JsonObject], None], on_end: Callable[[], None]

@@ -95,7 +95,7 @@ def load(spec: JsonObject) -> Any:
 
 
 def _is_own(value: object, module: str) -> bool:
-    """True for a function or class that the module defines itself."""
+    """Returns True for a function or class that the module defines itself."""
     return callable(value) and getattr(value, "__module__", "") == module
 
 
