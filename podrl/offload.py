@@ -15,7 +15,7 @@ HOST = "pinned_host"  # the kind of the host's memory that devices read and writ
 
 
 def on_host(sharding: NamedSharding) -> NamedSharding:
-    """Returns the same placement in the host's memory."""
+    """Returns the sharding that places an array in the same way, but in the host's memory."""
     return sharding.with_memory_kind(HOST)
 
 
@@ -87,7 +87,7 @@ def on_devices(tree: Any) -> Any:
 
 
 def waits(x: Any) -> bool:
-    """True if a traced array lies in the host's memory."""
+    """Returns True if a traced array lies in the host's memory."""
     return jax.typeof(x).memory_space == jax.memory.Space.Host
 
 
@@ -178,7 +178,7 @@ def check(mesh: Mesh | None, key: str, instead: str) -> None:
     Args:
       mesh: devices that must reach the host's memory; None for the process's own.
       key: setting that needs the host's memory, with its value.
-      instead: last part of the error message, which names the key to turn.
+      instead: last part of the error message, which names the setting to change.
 
     Raises:
       ValueError: the devices cannot reach the host's memory.

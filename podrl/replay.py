@@ -147,7 +147,7 @@ def replay(
 
 
 def _done(workdir: pathlib.Path, step: int, saved: bool = False) -> bool:
-    """True once the metrics of the step are recorded and, with `saved`, its checkpoint is complete."""
+    """Returns True once the metrics of the step are recorded and, with `saved`, its checkpoint is complete."""
     return _of_step(workdir, step) is not None and (not saved or step in complete_steps(workdir / "checkpoints"))
 
 

@@ -53,7 +53,7 @@ class RLCluster(SavedByRun):
     Attributes:
       actor: the policy that is trained, with its reference.
       model: configuration of the policy.
-      weights: moves the actor's weights to the rollout mesh.
+      weights: object that moves the actor's weights to the rollout mesh.
       teachers: models that score samples for distillation; empty if this process does not train.
       critic, reward_model: the other models; None if the job has no such model, or if none of its devices belongs to
         this process.

@@ -27,7 +27,7 @@ class WeightSync:
     Attributes:
       model: configuration of the model that the rollout decodes: the actor's, without adapters if they are merged.
       dtype: type of the weights on the rollout mesh.
-      publisher: moves the leaves that change.
+      publisher: publisher of the leaves that change.
       merge: function (trainable, frozen) -> the model with its adapters folded in; None if they are not merged.
     """
 
@@ -102,6 +102,7 @@ class WeightSync:
             sent = self.merge(actor.state.params, actor.frozen)
         old, self._in_place = (self._in_place if in_place else None), None
         if in_place and self._generates:
+            # The first in-place move overwrites zeros, so that one compiled program serves all moves.
             old = old or _zeros(self._moved_places)
         moved = self.publisher.publish(sent, version, replacing=old)
         if not self._generates:
@@ -146,7 +147,7 @@ class WeightSync:
 
 
 def _zeros(abstract: PyTree) -> PyTree:
-    """Returns zeros whose buffers the first in-place move reuses, so that one compiled program serves all moves."""
+    """Makes zeros with the shapes, dtypes and shardings of the tree `abstract`."""
     places = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     return jax.jit(
         lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), abstract), out_shardings=places

@@ -424,7 +424,7 @@ def format_of(parser: str, tools: Sequence[str]) -> Format:
 
 
 def in_template(parser: str) -> bool:
-    """True if the chat template lists the tools in the prompt, as it does for parsers of JSON calls."""
+    """Returns True if the chat template lists the tools in the prompt, as it does for parsers of JSON calls."""
     return isinstance(format_of(parser, []), Json)
 
 

@@ -1,6 +1,7 @@
 """The process that runs Python tools: `python -m podrl.environments.tool_worker`, started by `toolbox.py`.
 
-The process imports only the standard library and what its tools import, never jax.
+Apart from podrl, the process imports only the standard library and the modules that its tools import. podrl's modules
+import no jax here.
 """
 
 import asyncio
@@ -123,7 +124,7 @@ def _schema(hint: object) -> dict[str, Any]:
 
 
 def _is_uniform(hint: object) -> bool:
-    """True if all items of an array have the same annotation; False for a tuple that annotates each item on its own."""
+    """Returns True if all items of an array have one annotation; False for a tuple that annotates each item."""
     return typing.get_origin(hint) is not tuple or typing.get_args(hint)[1:] == (...,)
 
 
@@ -140,7 +141,7 @@ def _choices(hint: object) -> list[object] | None:
 
 
 def _lists_values(hint: object) -> bool:
-    """True for an annotation that is or contains a Literal or an enum."""
+    """Returns True for an annotation that is or contains a Literal or an enum."""
     return _choices(hint) is not None or any(map(_lists_values, typing.get_args(hint)))
 
 

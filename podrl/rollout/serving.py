@@ -196,7 +196,6 @@ class Serving:
         return self._session
 
     def _prompt(self, request: ParsedRequest) -> Sequence[int]:
-        """Encodes the prompt of a request."""
         model_request = request.model_request
         if model_request.messages is not None:
             return self.histories.encode(model_request.messages, model_request.tools)

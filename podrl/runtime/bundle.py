@@ -12,7 +12,7 @@ from collections.abc import MutableMapping
 
 from podrl.storage.storage import StorageError, check, file_size, first_line, is_remote, locate
 
-# launch/submission.py sends at most this many bytes, including the headers of the files in the archive.
+# No archive of launch/submission.py is longer: it has at most 32 MiB of files, and their headers.
 _MOST_BYTES = 64 << 20
 _NAME = re.compile(r"code-([0-9a-f]{64})\.tar$")
 

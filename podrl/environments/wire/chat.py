@@ -319,7 +319,7 @@ def _fits(arguments: JsonObject, schema: JsonObject) -> bool:
 
 
 def _is(kind: Any, value: object) -> bool:
-    """Returns True if a value has a type of JSON schema."""
+    """Returns True if a value has the type `kind` of JSON schema; a boolean is no number."""
     if isinstance(value, bool) or kind == "boolean":
         return isinstance(value, bool) and kind == "boolean"
     types = {"string": str, "number": (int, float), "integer": int, "array": list, "object": dict, "null": type(None)}

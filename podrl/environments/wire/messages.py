@@ -182,7 +182,6 @@ def _text(value: object, path: str) -> str:
 
 
 def _tool(value: object, path: str) -> JsonObject:
-    """Translates a tool."""
     fields = Fields(value, path)
     if (kind := fields.text("type")) not in (None, "custom"):
         raise fields.refusal("type", kind, "cannot be honoured: only 'custom' is served")

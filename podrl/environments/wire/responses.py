@@ -149,7 +149,7 @@ class AnswerStream:
 
 
 def _head(request: ParsedRequest, id: str, created: int, status: str) -> dict[str, Any]:
-    """Writes the fields of a response that do not depend on what was sampled."""
+    """Writes a response without its output, its token counts and the reason why it is incomplete."""
     model_request = request.model_request
     flat = ({"type": "function", "strict": False, **tool["function"]} for tool in model_request.tools)
     return {
@@ -244,7 +244,6 @@ def _content(value: object, path: str) -> Any:
 
 
 def _tool(value: object, path: str) -> JsonObject:
-    """Translates a tool."""
     fields = Fields(value, path)
     if (kind := fields.text("type")) != "function":
         raise fields.refusal("type", kind, "cannot be honoured: only 'function' is served")

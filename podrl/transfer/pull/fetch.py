@@ -294,7 +294,7 @@ class _PullPlan:
       versions: versions that trainer 0 offered when this process joined.
       trainers: fields of every request to a trainer process, by process: the process's session, this receiver's number.
       plan: the transfer plan.
-      joiner: joins pulled boxes into shards.
+      joiner: object that joins pulled boxes into shards.
       mine: numbers of the boxes to pull from a trainer process, by process and leaf.
       arrival: device that each box is pulled to, by leaf and box: the first local device that needs the box.
     """
