@@ -24,7 +24,7 @@ def tree_on_host(tree: Any, mesh: Mesh, key: str) -> Any:
 
     Args:
       tree: the arrays or shapes.
-      mesh: the devices.
+      mesh: mesh whose devices hold the arrays.
       key: setting that needs the host's memory, with its value.
 
     Raises:
@@ -44,7 +44,7 @@ def base_on_host(frozen: Any, mesh: Mesh, key: str) -> Any:
 
     Args:
       frozen: frozen parameters of `podrl.models.parameters.split_trainable`, as arrays or shapes with placements.
-      mesh: the devices.
+      mesh: mesh whose devices hold the arrays.
       key: setting that needs the host's memory, with its value.
 
     Raises:

@@ -147,7 +147,7 @@ class Device:
         return place_X
 
     def _page_rows(self, shard: int, pages: Sequence[int]) -> np.ndarray:
-        """Lists J pages for each shard, padded with the last page, which is never read."""
+        """Lists J pages for each shard, padded with the last page, whose content is never used."""
         shape = self.engine.shape
         rows_XJ = np.full((self.engine.shards, shape.max_pages), shape.pages - 1, np.int32)
         rows_XJ[shard, : len(pages)] = pages
@@ -170,7 +170,7 @@ def compile_all(
     """Compiles every program of an engine by running it once.
 
     Args:
-      engine: the engine.
+      engine: engine to compile.
       params: weights as in `Policy.params`.
       state: function that returns the engine's state, newly made or existing.
       note: function that is called with a text such as '2/7 insert' before each program.

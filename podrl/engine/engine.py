@@ -677,7 +677,7 @@ class Engine:
         return (*others, jax.lax.dynamic_update_slice(route_LR1Nk, new, (place, 0, 0, n, 0)))
 
     def _flush(self, pool_LMKCH: Array, recent_LRKNH: Array, reads: ReadList, live_R: Array) -> Array:
-        """Writes the dispatch's keys, values or routes to pages; lanes that were not live write to the unread page.
+        """Writes the dispatch's keys, values or routes to pages; those of lanes without a sample go to the last page.
 
         NaN and infinity, which only a failed lane has, are replaced by finite numbers. A later owner of the page gives
         the weight 0 to keys that it does not see, but 0 x NaN would be NaN.
@@ -834,7 +834,7 @@ class Engine:
 
         Args:
           state: pools and lanes, donated.
-          page_XJ: indices of the pages to overwrite; blocks to ignore go to the last page, which is never read.
+          page_XJ: indices of the pages to overwrite; blocks to ignore go to the last page, whose content is never used.
           *blocks: the copies, (L, X * J, K, C, H) of each pool.
         """
         return self._write(state, self.put_rows(page_XJ.reshape(-1)), *blocks)

@@ -3,8 +3,8 @@
 The engine's dimension letters, besides those of podrl.types: X data-parallel shards, M pages in a shard's pool, U reads
 of shared (prompt) pages, O reads of own pages, W samples served by one shared read, J pages that one sample and its
 prompt may hold together, E stop ids. A page is C consecutive token places of one sequence; `start` is the position of
-its first token, and `count` is the number of tokens in it. Page M - 1 is never read: keys and values that need not be
-kept go there.
+its first token, and `count` is the number of tokens in it. The content of page M - 1 is never used: keys and values
+that need not be kept go there.
 """
 
 import dataclasses

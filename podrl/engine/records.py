@@ -144,7 +144,7 @@ class Feed:
     """Tokens of a sample to prefill: all from position `start` on, up to the token that the sample feeds next.
 
     Attributes:
-      sample: the sample.
+      sample: sample whose tokens are prefilled.
       start: position of the first token to prefill.
       prior: (page, start, count) of the prompt's pages and of the sample's full pages.
       targets: indices of the pages for the new keys and values.

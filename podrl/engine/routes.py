@@ -27,7 +27,7 @@ class _Piece:
     """A page to read.
 
     Attributes:
-      owner: the sample.
+      owner: sample whose routes are read.
       shard: number of the page's shard.
       slot: index of the page among the pages of its shard in the call that copies them; of a store on the host, index
         of the page in the store.
@@ -63,7 +63,7 @@ class RouteReader:
         A token that is in none of the pages keeps the routes that were read before, or gets 0 if none were read.
 
         Args:
-          owner: the sample.
+          owner: sample whose routes are requested.
           length: number of tokens of prompt and completion.
           stores: (name, shard, pages) of the prompt's store and of the sample's own store. If a store is on the host,
             the name is its key in `Device.spilled`.

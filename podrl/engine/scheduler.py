@@ -46,7 +46,7 @@ class _Shard:
         self.index = index
         self.free_lanes = list(range(shape.lanes))
         self.free_pages = list(range(shape.pages))
-        self.free_slots = list(range(shape.lanes, shape.lanes + shape.slots))  # after the lanes' places
+        self.free_slots = list(range(shape.lanes, shape.lanes + shape.slots))  # places after those of the lanes
         self.prompts: dict[int, PromptRow] = {}
         self.assigned: list[Sample] = []  # samples to seat on this shard, in order
         self.running: dict[int, Sample] = {}  # samples in lanes, by lane
@@ -595,7 +595,7 @@ class Scheduler:
 
         Args:
           shape: sizes of a shard's read list.
-          trash: index of the page that lanes without a sample write to; it is never read.
+          trash: index of the page that lanes without a sample write to; its content is never used.
         """
         flat_XI = np.zeros((self.shape.shards, shape.size), np.int32)
         for shard in self._shards:

@@ -129,7 +129,7 @@ class _Flight:
 
 
 class Session:
-    """Holds the samples in progress on one engine. Not thread-safe; one session at a time owns the engine's state.
+    """Holds the samples in progress on one engine; not thread-safe. One session at a time owns the engine's state.
 
     Attributes:
       device: pools, lanes and weights; the next session takes over its state.

@@ -24,7 +24,7 @@ class EngineShape:
 
     Attributes:
       lanes: R, number of lanes.
-      pages: M, number of pages of the pool, including the last page, which is never read.
+      pages: M, number of pages of the pool, including the last page, whose content is never used.
       page_tokens: C, number of tokens of a page.
       steps: number of decode steps per dispatch.
       prompt_pages: largest number of pages of a prompt.

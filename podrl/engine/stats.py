@@ -25,7 +25,7 @@ class Meter:
         self._since = 0.0  # time at which the device could begin its next work
         self._new = 0  # number of prefill calls since the last launch of a dispatch
         self._alone, self._alone_s = 0, 0.0  # number of prefill calls that were timed alone, and their seconds
-        self._later_s = 0.0  # seconds of the device's other work
+        self._later_s = 0.0  # seconds of all device work besides the prefill calls that were timed alone
 
     def begin(self) -> None:
         """Prepares to time prefill calls that are about to be launched."""

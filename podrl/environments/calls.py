@@ -488,7 +488,7 @@ def shortened(
     its group.
 
     Args:
-      text: the observation.
+      text: observation to shorten.
       cuts: character ranges that may be shortened, see podrl.environments.workers.EpisodeObservation.cuts.
       limit: largest number of tokens in the ranges of one group.
       encode: function from text to token ids, without tokens such as BOS at the ends.
@@ -533,7 +533,7 @@ def _spoken(text: str, calls: Iterable[tuple[int, int]]) -> tuple[str, str]:
     argument of a call is part of the argument, unless the call itself is drafted in a thought.
 
     Args:
-      text: the turn.
+      text: text of the turn.
       calls: (start, end) of each call in the turn, ascending.
     """
     parts, thought, at, seen = [], None, 0, False

@@ -62,15 +62,15 @@ class Handler(Protocol):
         ...
 
     def on_disconnect(self, number: int) -> None:
-        """Called when all clients of a request have hung up without an answer; the request is cancelled."""
+        """Learns that all clients of a request have hung up without an answer, so that the request is cancelled."""
         ...
 
     def on_delivered(self, number: int) -> None:
-        """Called when a client has got its whole answer."""
+        """Learns that a client has got its whole answer."""
         ...
 
     def on_failure(self, error: Exception) -> None:
-        """Called when the front's process has died; all keys and open requests are lost."""
+        """Learns that the front's process has died, so that all keys and open requests are lost."""
         ...
 
 

@@ -71,7 +71,6 @@ class FrontPage:
         self._nodes.append(_Node(next(self._numbers), request, answers, ends, parent, reason, tokens))
 
     def _branch_reason(self, request: ParsedRequest) -> str:
-        """Returns the reason why a request begins a branch."""
         messages = request.model_request.messages
         if messages is None:
             return "its tokens do not continue an answer"

@@ -96,7 +96,7 @@ class _WorkerProcess:
     """A worker process.
 
     Attributes:
-      process: the process.
+      process: handle of the process; None until the process has been started.
       last_frame_at: time of the last frame from the process, by time.monotonic().
       handling: attempt that the process works for, by the last report of the process; None before the first report, and
         while the process handles a frame that belongs to no episode.
@@ -289,7 +289,7 @@ class EnvironmentHost:
         """Replaces a worker that died or blocked, and replays its episodes in any workers.
 
         Args:
-          worker: the worker.
+          worker: worker to replace.
           why: reason, for an error message.
           culprit: episode that blocked the worker; it ends with the reason 'deadline'. None if the worker died, or if
             the worker did not say for which episode it worked.
@@ -311,7 +311,7 @@ class EnvironmentHost:
             self._enter(episode)
 
     async def _watch_blocked(self) -> None:
-        """Kills a worker whose event loop has been blocked for env.blocked_s."""
+        """Replaces every worker whose event loop has been blocked for env.blocked_s."""
         last = time.monotonic()
         while True:
             await asyncio.sleep(HEARTBEAT_S)
@@ -514,7 +514,7 @@ class EnvironmentHost:
     ) -> None:
         at, episode.position = episode.position, episode.position + 1
         if at < len(episode.observations):
-            if episode.observations[at] != observation and self._config.agent:  # a replay may differ
+            if episode.observations[at] != observation and self._config.agent:  # a program may differ on a replay
                 why = "its worker was lost, and its program did not send the same requests again"
                 self._end(episode, "failed", {"metrics": {"failed/infrastructure": 1.0}, "why": why})
                 return

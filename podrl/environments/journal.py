@@ -240,7 +240,8 @@ class Files:
                     file.write(sealed_lines.encode(record))
                     if _is_large(record):
                         self._shed.add(name)
-                        known.pop(_key(record), None)  # as in `Journal.add`
+                        # If an earlier run recorded this episode, its record no longer counts.
+                        known.pop(_key(record), None)
                     else:
                         known[_key(record)] = record
                 for file in changed.values():

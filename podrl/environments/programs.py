@@ -30,7 +30,7 @@ _KINDS: tuple[Kind, ...] = get_args(Kind)
 _LINE_BYTES = 64 << 20  # longest line that a program may write
 _TAIL = 20  # number of last lines of standard error that the message of a failure shows
 _FILE_BYTES = 64 << 20  # largest number of bytes of standard error that are kept in the run directory, for each worker
-_GRACE_S = 5.0  # value of FrontSettings.grace_s
+_GRACE_S = 5.0  # value of FrontSettings.grace_s for the front of the programs
 # Settings that the job decides; their values in requests are ignored.
 _IGNORED_SETTINGS = ("temperature", "top_p", "top_k", "min_p", "seed")
 
@@ -304,7 +304,7 @@ class ProgramEnvironment:
         session.settle(number)
 
     def on_delivered(self, number: int) -> None:
-        """Called when the program has got the answer to a request."""
+        """Forgets a request, because the program has got the answer to it."""
         if (session := self._session_of_request.pop(number, None)) is not None:
             session.settle(number)
 

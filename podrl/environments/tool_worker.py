@@ -42,7 +42,7 @@ def declaration(fn: Callable[..., object], name: str) -> ToolDeclaration:
     """Declares a function as a tool for chat templates.
 
     Args:
-      fn: the function.
+      fn: function to declare.
       name: name of the tool.
 
     Returns:

@@ -1,6 +1,6 @@
 """The process that runs environments: `python -m podrl.environments.worker`, started by podrl.environments.host.
 
-Many episodes share the event loop of the process. The process never imports jax, and ends when its parent does.
+Many episodes share the event loop of the process. podrl imports no jax here, and the process ends when its parent does.
 """
 
 import asyncio

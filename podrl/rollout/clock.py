@@ -1,7 +1,7 @@
 """Clocks decide where samples stop under each version of the weights, which groups make a batch, and which groups are
 too old.
 
-`TokenClock` decides by each sample's number of tokens alone, so a repeated run takes the same decisions. `WallClock`
+`TokenClock` decides by the samples' numbers of tokens alone, so a repeated run takes the same decisions. `WallClock`
 decides by the times at which samples end, and writes each decision to the journal before any process acts on it, so
 that the decision can be repeated. Neither uses an engine, a thread or a host. docs/async.md explains what both
 guarantee.

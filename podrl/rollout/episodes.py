@@ -213,7 +213,7 @@ class Episode:
 
 
 class EpisodePlayer:
-    """Plays the samples of one request with their environments. Implements podrl.rollout.players.Player."""
+    """Plays the samples of one request with their environments; a podrl.rollout.players.Player."""
 
     def __init__(self, env_client: EnvironmentClient, request: RolloutRequest, partial: PartialBatch | None = None):
         """Stores the request, and restores the samples of `partial`.
@@ -738,7 +738,7 @@ class EpisodePlayer:
 
         Args:
           b: row of the sample.
-          turn: the turn.
+          turn: turn to send.
           drawn: packed token columns (ids, log-probabilities, versions) of the turn for the record of the episode
             (podrl.rollout.partial.pack_turn); None for a turn that is not recorded.
         """
@@ -756,7 +756,7 @@ class EpisodePlayer:
 
         Args:
           b: row of the sample.
-          reward: the reward.
+          reward: value of the reward.
           whole: True if it is the reward of the whole sample; only such a reward may be given before the first turn.
 
         Raises:

@@ -27,7 +27,8 @@ class OwnGroup(Group):
     """A group whose samples this process makes.
 
     Attributes:
-      samples: the samples (podrl.learner.generation.GroupInFlight); None if one version draws all of them in one call.
+      samples: the samples (podrl.learner.generation.GroupInFlight); None if one version draws all of them in one call,
+        or if a checkpoint had the finished samples.
       recorded: entry of the group in the journal, which the samples must reproduce; None if the journal has no entry.
       since: first version of the weights that still has to draw tokens of the group in this process; only read if the
         group is `fixed`.
@@ -100,7 +101,8 @@ class TokenGroup(OwnGroup):
     Elsewhere a group is the samples of one prompt.
 
     Attributes:
-      quantum: number of tokens that a sample draws in each window except the last; 0 if one version draws all tokens.
+      quantum: number of tokens that a sample draws in each window except the last; not used if one version draws all
+        tokens.
       experience: experience of the group; None until the group has ended.
     """
 

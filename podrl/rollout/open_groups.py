@@ -216,7 +216,7 @@ class OpenGroups(Generic[_G]):
         """Cancels groups that are too old for a step; new groups with the same prompts take their places.
 
         Args:
-          old: the groups.
+          old: groups that are too old.
           step: the step, which is part of the new samples' random keys.
           give_up: function that cancels the open samples of a group.
         """

@@ -26,7 +26,7 @@ class PartialBatch:
     Attributes:
       prompts: all prompts of the batch, as they were read.
       step: the step that trains on the batch.
-      quantum: number of tokens that each sample draws in a window; 0 with `rollout.clock='wall'`.
+      quantum: number of tokens that each sample draws in a window, except in its last; 0 with `rollout.clock='wall'`.
       longest: number of tokens of the longest sample in each recent batch; the next quanta follow from these numbers.
       samples: JSON values of each sample, group-major, for the prompts submitted so far. Dynamic sampling may submit
         the other prompts later.
@@ -95,7 +95,7 @@ def of_tracks(
       states: values and records of the samples, as `Player.state` returns them.
       prompt_count: number of submitted prompts; these are the first prompts of the batch.
       step: the step that trains on the batch.
-      quantum: number of tokens that each sample draws in a window.
+      quantum: number of tokens that each sample draws in a window, except in its last.
       longest: number of tokens of the longest sample in each recent batch.
     """
     samples, lists, counts = [], {name: [] for name in TOKENS}, []
@@ -218,7 +218,7 @@ def cut(partial: PartialBatch, prompts: Prompts, first: int) -> PartialBatch:
     """Cuts the part of some consecutive prompts out of a batch.
 
     Args:
-      partial: the batch.
+      partial: batch to cut.
       prompts: the prompts to cut out.
       first: index of the first of these prompts in the batch.
     """

@@ -25,7 +25,7 @@ class Player(Protocol):
     """Generates the samples of one request.
 
     Attributes:
-      request: the request.
+      request: request whose samples are generated.
       rows: row b of each sample, group-major, by the sample's track.
       done: samples that have ended, by row.
     """

@@ -496,7 +496,6 @@ class RolloutWorker:
 
 
 def _finished(b: int, sample: Track | Episode, group_size: int) -> FinishedSample:
-    """Makes the finished sample of row `b`."""
     episode = sample if isinstance(sample, Episode) else Episode(sample, stop=sample.stop, text=sample.text)
     track = episode.track
     assert episode.stop is not None

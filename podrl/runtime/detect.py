@@ -58,7 +58,7 @@ class Cluster:
     """This process's place in the cluster.
 
     Attributes:
-      kind: the platform.
+      kind: platform of the cluster.
       topology: the topology that runs here; see docs/design.md.
       process_index: rank of this process in its jax.distributed cluster, from 0; with topology split each role's slice
         may be a cluster of its own.

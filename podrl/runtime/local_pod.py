@@ -208,7 +208,7 @@ class LocalPod:
 
 
 def _short_temporary() -> str:
-    """Returns the directory for temporary files, or /tmp if a socket in it would have a path of over 107 characters."""
+    """Returns the directory for temporary files, or /tmp if a socket in it could have a path of over 107 characters."""
     place = tempfile.gettempdir()
     return place if len(place) <= _LONGEST_PLACE else "/tmp"
 

@@ -1,4 +1,4 @@
-"""Messages between processes: JSON and arrays in checksummed frames, never pickled objects."""
+"""Messages between processes: JSON and arrays with a checksum, and buffers without one; never pickled objects."""
 
 import dataclasses
 import hashlib

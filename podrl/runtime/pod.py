@@ -414,7 +414,7 @@ class Pod:
         self.channel.close()
 
     def _await_others(self, deadline_s: float) -> None:
-        """Waits, on the leader, until every other process has left or was lost."""
+        """Waits, on the leader, at most `deadline_s` seconds until every other process has left or was lost."""
         end = time.monotonic() + deadline_s
         with self._changed:
             while set(self._addresses) - {LEADER} - self._leavers - self._lost_processes and time.monotonic() < end:
@@ -492,7 +492,7 @@ class Pod:
         return any(hosts.role(other) == hosts.role(process) for other in there)
 
     def _on_broken(self, process: int, address: str) -> None:
-        """Handles, on the leader, a broken connection to a process."""
+        """Gives the work of a process with a broken connection to others, or ends the job; runs on the leader."""
         with self._changed:
             if process in self._leavers or self._ended.is_set() or self._addresses.get(process) != address:
                 return

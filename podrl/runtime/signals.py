@@ -1,6 +1,6 @@
 """Handles SIGTERM and Ctrl-C before there is anything to save: the process prints a sentence and exits.
 
-Imports only modules that load fast, so that a command can handle signals before its slow imports.
+This module imports only modules that load fast, so that a command can handle signals before its slow imports.
 """
 
 import os

@@ -1,9 +1,10 @@
 """The transfer plan: which source device sends which box of a leaf to which target device, in which bucket.
 
-Pure host code. Both layouts of a leaf cut its dimensions evenly, so cutting dimension d into lcm(source cuts, target
-cuts) parts gives a grid of equal boxes. Every shard, of the source or of the target, is a whole number of boxes, each
-in a slot of the shard. One program per mesh, the same on all its devices, can then cut a shard into boxes or join boxes
-into a shard. Only the wiring between slots differs from device to device: it is a table per leaf, computed with numpy.
+This module runs on the host. Both layouts of a leaf cut its dimensions evenly, so cutting dimension d into lcm(source
+cuts, target cuts) parts gives a grid of equal boxes. Every shard, of the source or of the target, is a whole number of
+boxes, each in a slot of the shard. One program per mesh, the same on all its devices, can then cut a shard into boxes
+or join boxes into a shard. Only the wiring between slots differs from device to device: it is a table per leaf,
+computed with numpy.
 
 Letters of this package: W devices of a mesh in its row-major order, M slots of a shard, U devices that hold the same
 block, i dimensions of the leaf, E pairs of devices.

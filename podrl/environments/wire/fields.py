@@ -49,7 +49,7 @@ class Fields:
         """Keeps the object.
 
         Args:
-          body: the object.
+          body: JSON object to read.
           within: name of the field that holds the object; '' for the body of the request.
 
         Raises:

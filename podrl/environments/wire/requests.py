@@ -230,7 +230,7 @@ class UnsentText:
 
     def __init__(self, request: ParsedRequest) -> None:
         self._stop = request.stop
-        self._held_back = max((len(text) for text in request.stop), default=1) - 1  # number of characters
+        self._held_back = max((len(text) for text in request.stop), default=1) - 1  # largest number of characters
         self._tails = [""] * request.model_request.samples  # text of each choice that was held back
         self._characters = [0] * request.model_request.samples  # number of characters sent
         self._tokens = [0] * request.model_request.samples  # number of tokens sent
