@@ -132,10 +132,10 @@ class RolloutConfig(SamplingSettings):
       data_type: dtype of the engine's weights, activations and cache; None is the trainer's compute dtype.
       eos_tokens: ids that end a sample; None takes the tokenizer's end tokens.
       return_logprobs: accepted for compatibility; podrl always returns log-probabilities.
-      lanes: number of samples that the whole mesh decodes at once, rounded up to a multiple of the mesh's
-        data-parallel size. Samples are bitwise reproducible for a fixed number of lanes.
-      steps_per_dispatch: number of decode steps per device call; the lane of a finished sample is refilled two calls
-        later.
+      lanes: number of samples that the whole mesh decodes at once, rounded to a multiple of the mesh's data-parallel
+        size. Samples are bitwise reproducible for a fixed number of lanes.
+      steps_per_dispatch: number of decode steps per device call; the lane of a finished sample is refilled one or two
+        calls later.
       page_tokens: number of tokens per page of the key/value pool, a multiple of steps_per_dispatch.
       pool_tokens: tokens of key/value cache per data-parallel shard; None makes room for every lane's longest request.
         With a smaller pool, the scheduler moves caches of samples to the host when the pool is full.

@@ -53,7 +53,8 @@ def reshard(
       tree: tree of arrays placed by NamedSharding, or on single devices.
       shardings: tree with one target sharding per leaf.
       dtype: type that floating-point leaves are cast to; None keeps their type.
-      donate: True to give the sources up; each is deleted once it has been read.
+      donate: True to give the sources up: a leaf that need not move becomes the result itself, and every other leaf is
+        deleted once it has been read.
       on_ready: function that is called with the seconds that the move took, once every leaf has arrived; None to call
         nothing.
 
@@ -151,7 +152,8 @@ class Publisher:
           params: the trainer's parameters, placed as planned; kept unless donated. None on a process outside the
             trainer mesh.
           version: number of the weights, usually the number of steps done so far; the same on every process.
-          donate: True to give the parameters up; each leaf is deleted as soon as it has been read.
+          donate: True to give the parameters up: a leaf that need not move becomes a weight of the policy, and every
+            other leaf is deleted as soon as it has been read.
           replacing: weights of an earlier policy that nothing uses any more, even if this call fails. The new weights
             take their memory, leaf by leaf. None leaves all earlier policies unchanged.
 

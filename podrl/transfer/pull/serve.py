@@ -160,7 +160,7 @@ class ServedTree:
         Args:
           params: the trainer's parameters, with the shardings of `source`.
           version: number of the weights; the same on every process.
-          donate: True to delete each leaf of `params` after it has been copied.
+          donate: True to delete each leaf of `params` after it has been copied; no effect with `lasting`.
           lasting: True if the caller never changes or donates these arrays, such as a frozen base. They are then served
             without a copy, and cast when a bucket is cut.
 
