@@ -247,8 +247,8 @@ class RLCluster(SavedByRun):
 
         Args:
           version: number of the weights, recorded with every token sampled by them; None for the optimizer's step.
-          in_place: True to reuse the buffers of the previous policy leaf by leaf, so that the rollout mesh never
-            holds two policies; the training loop does this. Nothing is reused unless the previous call was in place,
+          in_place: True to reuse the buffers of the previous policy leaf by leaf, so that the rollout mesh need not
+            hold two policies; the training loop does this. Nothing is reused unless the previous call was in place,
             too. The previous policy becomes invalid, even if this call fails.
 
         Returns:

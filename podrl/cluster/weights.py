@@ -112,7 +112,7 @@ class WeightSync:
         return Policy(self._view(parameters.join_trainable(moved.params, self._base)), version)
 
     def await_version(self, version: int) -> None:
-        """Waits until the trainers offer a version, if trainers and rollouts are separate clusters; on any thread.
+        """Waits until the trainers offer a version, if they are a separate cluster; may be called on any thread.
 
         Raises:
           TransferTimeoutError: the version was not offered in time.

@@ -247,7 +247,7 @@ def loop_counts(reads: ReadList) -> dict[str, int]:
 def make_scratch(reads: ReadList, kv_heads: int, heads: int, head_dim: int) -> tuple[PartialSoftmax, PartialSoftmax]:
     """Allocates arrays for the partial results of shared reads, (U * W, K, N/K), and of own reads, (O, K, N/K).
 
-    The values have the head dimension as a last dimension besides.
+    The arrays of values have one more dimension, the head dimension, which is the last.
     """
 
     def room(*rows: int) -> PartialSoftmax:

@@ -143,8 +143,8 @@ class RolloutConfig(SamplingSettings):
       members_per_read: largest number of samples of one prompt that read a prompt page together; should be about the
         group size.
       window_tokens: number of tokens that a sample draws under each version of the weights except its last version; a
-        multiple of steps_per_dispatch. None computes the number from the lengths of earlier samples. Has an effect with
-        clock='tokens' and max_staleness of 2 or more (docs/async.md).
+        multiple of steps_per_dispatch. None computes the number from the lengths of earlier samples. The setting has an
+        effect with clock='tokens' and max_staleness of 2 or more (docs/async.md).
       clock: rule that decides where weights change inside samples and which samples make a batch; has an effect with
         max_staleness of 1 or more. 'tokens' counts each sample's tokens, so that a killed and resumed run ends with
         bitwise the same weights. 'wall' takes the samples that finish first, for tools that take minutes; it records
@@ -158,7 +158,7 @@ class RolloutConfig(SamplingSettings):
       engine: decoding engine: 'podrl', or 'file.py:Class' or 'package.module:Class' for a class of your own
         (podrl/rollout/interface.py has its methods).
       router_replay: True if the trainer sends each token to the experts that the token took while it was sampled
-        (docs/models.md). No effect on models without experts.
+        (docs/models.md). It has no effect on models without experts.
       Others: defaults of Sampling, see SamplingSettings.
 
     Raises:

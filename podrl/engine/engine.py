@@ -72,7 +72,7 @@ class Engine:
       kernel: True if decoding uses the attention kernel of the mesh's devices.
       routes: True if the model has experts; the programs then record the experts that each token takes.
       several_hosts: True if the mesh has devices of several processes.
-      generate: program that decodes `shape.steps` tokens per lane (`_generate`).
+      generate: program that decodes up to `shape.steps` tokens per lane (`_generate`).
       bulk_insert: program that seats samples in lanes and frees lanes (`LaneUpdates`).
       prefills: prefill program of each bucket (`_prefill`).
       prepare: program that converts weights to the form that the other programs take (`_prepare`).
@@ -677,7 +677,7 @@ class Engine:
         return (*others, jax.lax.dynamic_update_slice(route_LR1Nk, new, (place, 0, 0, n, 0)))
 
     def _flush(self, pool_LMKCH: Array, recent_LRKNH: Array, reads: ReadList, live_R: Array) -> Array:
-        """Writes the dispatch's keys, values or routes to pages; those of lanes without a sample go to the last page.
+        """Writes the dispatch's keys, values or routes to pages; lanes that were not live write to the last page.
 
         NaN and infinity, which only a failed lane has, are replaced by finite numbers. A later owner of the page gives
         the weight 0 to keys that it does not see, but 0 x NaN would be NaN.

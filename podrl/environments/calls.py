@@ -471,7 +471,7 @@ def decoded(text: str) -> Any:
 
 
 def abbreviated(word: str) -> str:
-    """Shortens a text of the model to 80 characters, for a message or a record."""
+    """Cuts a text of the model after 80 characters and adds '...', for a message or a record."""
     return word if len(word) <= _SHOWN else f"{word[:_SHOWN]}..."
 
 

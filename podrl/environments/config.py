@@ -39,7 +39,7 @@ class MCPServer:
       aliases: the server's name for a tool, by the name that the model uses; needed only if the two names differ.
       query: argument that receives the text between the tags of a call, by the name of the tool. For a tool without an
         entry, the names query, url, webpage_url, input and text are tried in this order, then the first required
-        argument is used.
+        argument, then the first argument.
       result: tag around each document of a tool's answer, by the name of the tool: 'snippet' or 'webpage'. A tool
         without an entry has the tag of DR-Tulu's tool of the same name, else no tag: its answer is one text.
       deadline_s: longest time of one call, seconds.

@@ -445,7 +445,8 @@ class EnvironmentHost:
     def _on_return(self, episode: _Episode, result: JsonObject) -> None:
         """Ends an episode whose environment has returned.
 
-        If `_is_recorded`, an episode of an agent program, or with requests of Model.chat, is recorded first.
+        The episode is recorded first if `_is_recorded` is True, an agent program played it or it called Model.chat, it
+        did not fail, and it waited for the answer to every request.
         """
         recorded = self._is_recorded(episode.task) and (
             self._config.agent or any(observation.get("chat") for observation in episode.observations)

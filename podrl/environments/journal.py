@@ -122,7 +122,7 @@ class Journal:
         self._old.update(list(self._known))
 
     def forget(self, before: int) -> None:
-        """Frees the memory of all steps before step `before`."""
+        """Frees the memory of the answers in all steps before `before`."""
         for name in list(self._known):
             if _step(name) < before:
                 self._known.pop(name, None)
@@ -164,7 +164,7 @@ class Files:
         channel.serve(_ADD, lambda message: self._add(**message.value))
 
     def drop(self, before: int) -> None:
-        """Deletes the records of all steps before `before`; a later checkpoint exists, so no run repeats the steps."""
+        """Deletes the records of all steps before `before`, which no run repeats once there is a later checkpoint."""
         self.release(before)
         with self._lock:
             for path in self._directory.glob("*.jsonl"):

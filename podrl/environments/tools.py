@@ -86,7 +86,7 @@ class WithTools:
         self._tools = {tool["name"]: tool for tool in tools}
         self._format = calls.format_of(config.parser, list(self._tools))
         self._key = f"{task.mode}/{task.step}/{task.index}/{task.sample}/{task.seed}"
-        self._call_counts: collections.Counter[str] = collections.Counter()  # number of calls of each tool
+        self._call_counts: collections.Counter[str] = collections.Counter()  # by the name of the tool
         self._open = True  # False once a call exceeded env.max_tool_calls; later text is never read as a call
         self.calls = 0
 
@@ -99,7 +99,7 @@ class WithTools:
         max_new: int | None = None,
         reward: float = 0.0,
     ) -> Turn:
-        """See podrl.environments.protocol.Model.say; `Turn.calls` lists the calls that were made before the turn."""
+        """See podrl.environments.protocol.Model.say; `Turn.calls` lists the calls that `say` ran or refused."""
         turn = await self._turn(observation, role=role, stop=stop, max_new=max_new, reward=reward)
         all_calls: list[calls.Call] = []
         while wanted := self._format.calls(turn.text, turn.stop) if self._open else []:

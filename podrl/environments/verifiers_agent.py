@@ -63,7 +63,7 @@ class Player:
         """Returns the task at a position.
 
         Raises:
-          ValueError: the taskset has fewer tasks.
+          ValueError: the taskset has no task at this position.
         """
         self._read += itertools.islice(self._tasks, max(0, index + 1 - len(self._read)))
         if index >= len(self._read):

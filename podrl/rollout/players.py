@@ -234,7 +234,7 @@ class Pace:
     def refills(self) -> bool:
         """Returns True if the dispatch in flight should be read first, so that waiting samples get the freed lanes.
 
-        This pays if the lanes that a dispatch frees on average are worth more than the device's idle time.
+        This pays if empty lanes would waste more device time, on average, than the device is idle until the launch.
         """
         if not self._session.flying or not self._session.crowded or not self._session.took:
             return False

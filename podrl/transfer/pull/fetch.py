@@ -292,7 +292,8 @@ class _PullPlan:
 
     Attributes:
       versions: versions that trainer 0 offered when this process joined.
-      trainers: fields of every request to a trainer process, by process: the process's session, this receiver's number.
+      trainers: fields of every request to a trainer process (session of the process, number of this receiver), by
+        process.
       plan: the transfer plan.
       joiner: object that joins pulled boxes into shards.
       mine: numbers of the boxes to pull from a trainer process, by process and leaf.
