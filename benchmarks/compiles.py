@@ -83,7 +83,7 @@ SAME = {
     "grpo_search.py": "tools",
     "grpo_search.py:prompted": "tools",
     "sft_search.py": "sft",
-    "grpo_real.py:qwen3_06b_gpu": "qwen3_06b",  # on a GPU
+    "grpo_real.py:qwen3_06b_gpu": "qwen3_06b",  # the same job for a GPU
     # These are other sizes of the models, and train all weights. The named case stands for them; podrl.plan compiles
     # them for their slices.
     "grpo_qwen.py:qwen3_06b_v6e8": "qwen3_06b",

@@ -1,4 +1,4 @@
-"""Advantage estimators for outcome rewards: how each sets the baseline and the scale.
+"""Advantage estimators for outcome rewards; they differ in the baseline and in the scale.
 
 Every function takes numpy arrays or jax arrays and returns arrays of the same library and precision; integer rewards
 become float32. Groups may be incomplete, of different sizes, and in any order.

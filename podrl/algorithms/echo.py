@@ -1,8 +1,8 @@
 """ECHO: the policy also learns to predict its environment's answers, by a cross-entropy added to the policy loss.
 
-The method is that of arXiv 2605.24517. An observed token is a token from the environment, such as a tool's output,
-after the sample's first turn. The policy did not sample the token, so the token has no advantage; its probability is
-raised as in supervised fine-tuning.
+The method is that of arXiv 2605.24517. An observed token is a token that the environment appended, for example a tool's
+output, after the first sampled token of a piece. The policy did not sample this token, so the token has no advantage;
+its probability is raised as in supervised fine-tuning.
 """
 
 import flax.struct

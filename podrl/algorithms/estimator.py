@@ -33,7 +33,7 @@ ALIASES = {"group_relative": "grpo", "leave_one_out": "rloo", "grpo_passk": "pas
 @section("grpo")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdvantageSettings:
-    """Settings of the advantage that every algorithm shares.
+    """Settings of the advantage estimator that every algorithm has.
 
     Attributes:
       advantage_estimator: grpo, rloo, rloo_std, reinforce_plus_plus, reinforce_plus_plus_baseline, remax, opo, gpg,

@@ -158,7 +158,7 @@ class AdaptiveKL:
 
     Attributes:
       target: wanted KL, in the unit of the argument `kl` of `update` (nats per token or per sample).
-      horizon: number of samples over which the coefficient changes by at most a fifth.
+      horizon: number of samples over which the coefficient changes by at most about a fifth.
     """
 
     target: float

@@ -270,8 +270,8 @@ class KLLossSettings(LossSettings):
     """Settings of a policy loss that includes the KL to the reference.
 
     Attributes:
-      beta: coefficient of the KL to the reference policy in the loss, loss per nat; 0 for no KL, for which the loss
-        needs no reference.
+      beta: coefficient of the KL to the reference policy in the loss, loss per nat; with 0 the loss has no KL and needs
+        no reference.
       kl_loss_mode: estimator of the KL in the loss (`podrl.algorithms.kl`). Tunix's default, 'kl', has no gradient on
         average, so it does not hold the policy near the reference: docs/algorithms.md.
     """
@@ -361,7 +361,7 @@ class PolicyLoss:
         return self.settings.loss_kl.coef > 0
 
     def divisor(self, mask_BT: Float[np.ndarray, "B T"]) -> float:
-        """Returns the divisor of one update's loss: the number of loss tokens, the number of sequences, or 1.
+        """Returns the divisor of one update's loss: the number of loss tokens, of samples with a loss token, or 1.
 
         Args:
           mask_BT: 1 on loss tokens of the update's samples, one sample per row.

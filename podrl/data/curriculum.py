@@ -57,7 +57,7 @@ class ChosenStream(Stream[Item], Generic[Item]):
         """Returns the `count` items of the next batch; `count` must be the same in every call.
 
         Raises:
-          ValueError: every record is too long.
+          ValueError: every record is too long, or MOST_IN_A_ROW records of a source in a row are.
         """
         batch = self.emitted // count
         busy = self._ids[max(len(self._ids) - self.curriculum.lag * count, 0) :]

@@ -1,4 +1,4 @@
-"""Made-up facts about towns: the embedded task 'facts', which needs a search, its corpus, and its first examples.
+"""The embedded task 'facts': a corpus about made-up towns, questions that need a search, and answers to learn.
 
 A document tells two facts of a building in a town; a question asks for one of the two, and its answer is a number. The
 key of a question is its building, its town and the fact. A model cannot know the answers of held-out questions: it has
@@ -124,7 +124,7 @@ class Fact:
         return [*self._search(key), self._answered(f"{key}-0")]
 
     def half_known(self, draw: RandomDraws) -> list[TextPart]:
-        """Writes a poor answer: usually a guess; otherwise a search, and an answer without or with a wrong citation."""
+        """Writes a poor answer: usually a guess; else a search and the right answer, with a wrong citation or none."""
         kind = draw.between(0, 9)
         if kind < 7:
             first, *rest = self.answer

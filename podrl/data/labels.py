@@ -70,8 +70,8 @@ class LabelStream(BatchStream[_LabelledExample]):
             and the question: either the text 'prompt', used as it is, or the field data.question_field, rendered as
             data.template says. 'prompt' and 'completion' may be turns of a conversation; the assistant's turns of the
             completion are learned. If all records also have data.answer_field, the questions that an evaluation uses
-            are left out. In an embedded task such as 'problems', about half of the answers have the reference form
-            and are desirable; the others are answers that a base model might write.
+            are left out. In an embedded task such as 'problems', about half of the answers are right answers in the
+            task's format and are desirable; the others are answers that a base model might write.
           tokenizer: tokenizer of the model that learns.
           answers: number of answers in a batch.
           max_length: largest number of tokens of prompt and answer together; data.long_prompts says whether longer

@@ -157,7 +157,8 @@ class _Key:
     """The arguments of `_opened` as a key of its cache.
 
     Keys are compared and hashed as texts, because a configuration may hold mappings. `identities` has the identity of
-    every file, so that a changed file makes another key. `key` is for errors only, and they are not cached.
+    every file, so that a changed file makes another key. `key` is not compared: only errors name it, and errors are
+    not cached.
     """
 
     def __init__(self, config: DataConfig, form: Form | None, key: str, identities: tuple[object, ...]) -> None:

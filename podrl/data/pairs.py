@@ -40,8 +40,8 @@ class PairStream(BatchStream[_Pair]):
             All of these may be turns of a conversation; 'chosen' and 'rejected' may be whole conversations. The
             assistant's turns that only one of the two answers has are learned. If all records also have
             data.answer_field, the questions that an evaluation uses are left out. An embedded task such as
-            'problems' gives the answer in the reference form as chosen; an answer as a base model might write it is
-            rejected.
+            'problems' gives a right answer in the task's format as the chosen answer, and an answer that a base model
+            might write as the rejected answer.
           tokenizer: tokenizer of the model that learns.
           pairs: number of pairs in a batch.
           max_length: largest number of tokens of prompt and answer together; data.long_prompts says whether pairs with

@@ -24,7 +24,7 @@ from podrl.mappings import Record, TaskFields
 from podrl.types import Prompts
 
 _log = logging.getLogger("podrl.data")
-_OUTLIER = 4  # a prompt is unusually long if it exceeds this many times the length that 99 of 100 prompts keep
+_OUTLIER = 4  # a prompt is unusually long if it exceeds this many times the length that 99 of 100 prompts do not exceed
 
 
 class _Task(NamedTuple):
@@ -201,7 +201,8 @@ class PromptStream(BatchStream[_Task]):
         """Returns the next batch, every row `max_prompt_length` tokens wide.
 
         Raises:
-          ValueError: long_prompts is 'error' and a prompt is too long, or it is 'skip' and all prompts are too long.
+          ValueError: long_prompts is 'error' and a prompt is too long; or it is 'skip', and all prompts or 10,000
+            prompts in a row are too long.
         """
         start = self._stream.emitted
         tasks = self._stream.take(self.prompts_per_step)

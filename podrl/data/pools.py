@@ -217,8 +217,6 @@ class Curriculum:
         """
         self._lag, self._row = lag, self.config.row(names)
 
-    # Methods that add results of steps.
-
     def see(self, step: int, experience: Experience) -> None:
         """Adds the pass rates of the batch that step `step` trains on."""
         drawn = json.loads(experience.data_state)["curriculum"]
@@ -246,8 +244,6 @@ class Curriculum:
                 self._before.popleft()
                 del self._newer[self._at]
                 self._at += 1
-
-    # Methods that return tables, sizes and checkpoints.
 
     @contextlib.contextmanager
     def table(self, batch: int) -> Iterator[PassRateTable]:

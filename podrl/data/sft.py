@@ -43,11 +43,11 @@ class SFTConfig:
       batch_size: number of examples in a step.
       max_length: largest number of tokens of prompt and target together; data.long_prompts says whether longer examples
         are left out or are an error.
-      tagged_share: share of the targets that keep the reference form. For 'sums' this form is a call of the calculator,
-        for 'facts' a search with a cited answer. The other targets are written as a base model might answer. The share
-        applies to the targets that podrl writes: the targets of embedded tasks, and of files of questions and answers.
-      full_steps: number of steps at the start in which every target keeps the reference form, whatever `tagged_share`
-        is.
+      tagged_share: share of the targets in the reference form: reasoning and answer, each in its tags; for 'sums' a
+        call of the calculator, for 'facts' a search with a cited answer. The other targets are written as a base model
+        might answer. The share applies to the targets that podrl writes: the targets of embedded tasks, and of files of
+        questions and answers.
+      full_steps: number of steps at the start in which every target has the reference form, whatever `tagged_share` is.
     """
 
     batch_size: Count = 64
@@ -107,7 +107,7 @@ class SFTStream(BatchStream[Example]):
             'messages' is a conversation, rendered by the model's chat template with the schemas in 'tools', if any;
             every turn of the assistant is learned. 'prompt' and 'completion' are texts, used as they are, or turns; the
             completion is learned. data.question_field and data.answer_field are a question and its answer; the answer
-            is written in the reference form and learned. If all records of a file have data.answer_field, the questions
+            is learned in one of the forms of `forms`. If all records of a file have data.answer_field, the questions
             that an evaluation uses are left out.
           config: settings of the examples.
           tokenizer: tokenizer of the model that learns.
@@ -143,7 +143,7 @@ class SFTStream(BatchStream[Example]):
 
 
 class _Writer:
-    """Makes an example of a record; the record's position in the stream decides if it keeps the reference form."""
+    """Makes an example of a record; the record's position in the stream decides in which of the `forms` it is."""
 
     def __init__(self, data: DataConfig, config: SFTConfig, tokenizer: Tokenizer, limit: Limit) -> None:
         self._data, self._config, self._tokenizer, self._limit = data, config, tokenizer, limit
@@ -170,7 +170,11 @@ class _Writer:
 def forms(
     record: Record | Problem, fields: Mapping[str, str], draw: RandomDraws
 ) -> tuple[list[TextPart], list[TextPart]]:
-    """Writes a record's answer in two forms: (the reference form, a form that a base model might write)."""
+    """Writes a record's answer in two forms: (the reference form, a form that a base model might write).
+
+    The reference form is reasoning and answer, each in its tags; for 'sums' it is a call of the calculator, for 'facts'
+    a search with a cited answer.
+    """
     if isinstance(record, Sum):
         return record.called(), record.guessed(draw)
     if isinstance(record, Fact):

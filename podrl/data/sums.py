@@ -1,4 +1,4 @@
-"""Sums too large for mental arithmetic: the embedded task 'sums', which needs a calculator, and its first examples.
+"""The embedded task 'sums': sums too large for mental arithmetic, which need a calculator, and answers to learn.
 
 A problem is one operation, + - or *, on two values of three to five digits: the bare sum, or a short story. The key of
 a sum is its expression. A small model can copy the values into a call of the calculator, but cannot compute the answer.

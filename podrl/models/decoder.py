@@ -507,8 +507,8 @@ def replayed(
     stacks = list(zip(here, infos, moe.routes_by_kind(route_LBTk, config), strict=True))
 
     # Layers of a lending kind pass their keys and values on in the scan's carry, so that at the end the carry holds the
-    # keys and values of the kind's last layer. Layers that reuse them are scanned without them in the carry,
-    # because a scan keeps the carry of every layer for the backward pass.
+    # keys and values of the kind's last layer. Layers that reuse keys and values are scanned with the residual stream
+    # alone in the carry, because a scan keeps the carry of every layer for the backward pass.
     def empty(kind: Kind) -> tuple[Array, Array]:
         zeros = jnp.zeros((*tokens_BT.shape, kind.num_kv_heads, kind.head_dim), dtype)
         zeros = rules.constrain(zeros, ("batch", "time", "kv_heads", "head_dim"), mesh)

@@ -335,10 +335,10 @@ def mix(
 
 
 def memory_shapes(config: ModelConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns the shapes of a layer's memory of a sequence: the float32 state, (N, H, U), and the convolution's inputs.
+    """Returns the shapes of a layer's memory of a sequence: the float32 state, (N, H, U), and the inputs, (K, J).
 
-    These are the inputs of the last W - 1 tokens, one after another in one vector for each head of keys. The first
-    dimension of both arrays is cut over `tensor`.
+    The inputs are the convolution's inputs of the last W - 1 tokens, one after another in one vector for each head of
+    keys. The first dimension of both arrays is cut over `tensor`.
     """
     sizes = config.delta
     assert sizes is not None

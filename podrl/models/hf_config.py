@@ -184,7 +184,7 @@ def read_config(directory: str | os.PathLike) -> ModelConfig:
     says.
 
     Raises:
-      ValueError: there is no config.json; podrl does not have the architecture; a field changes the mathematics in a
+      ValueError: there is no config.json; podrl does not support the architecture; a field changes the mathematics in a
         way that podrl does not compute (the message names the field); or the weights are damaged.
     """
     path = locate(directory) / "config.json"
@@ -317,7 +317,7 @@ def _kinds(
     change = {"head_dim": known["global_head_dim"]}
     if known["attention_k_eq_v"] and known.get("num_global_key_value_heads"):
         change["num_key_value_heads"] = known["num_global_key_value_heads"]
-    if "per_layer_config" in known:  # newer files describe full layers here, and this field overrides the others
+    if "per_layer_config" in known:  # newer files describe full layers in this field, which overrides the fields above
         per_layer = {int(i): dict(changes) for i, changes in known["per_layer_config"].items() if changes}
         full = [i for i, slides in enumerate(sliding) if not slides]
         change = per_layer.get(full[0], {})

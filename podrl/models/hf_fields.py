@@ -114,7 +114,7 @@ _IGNORABLE = frozenset(
         "num_mtp_layers",
         "mtp_num_hidden_layers",  # layers that predict further tokens; podrl does not load their tensors
         "mtp_use_dedicated_embeddings",
-        "router_aux_loss_coef",  # coefficient of an auxiliary loss, which podrl does not add
+        "router_aux_loss_coef",  # coefficient of the balance loss in training; podrl reads trainer.balance_coef instead
     )
 )
 # Fields that change the mathematics, each with the values that podrl computes.
@@ -140,7 +140,7 @@ _FIXED: Mapping[str, tuple[object, ...]] = {
 }
 # Further values of these fields that podrl computes, but only for the named family.
 _FIXED_OF: Mapping[str, Mapping[str, tuple[object, ...]]] = {
-    # In Gemma 4 the field changes only tokens of images, and never text. In Gemma 3 it changes all tokens.
+    # In Gemma 4, use_bidirectional_attention changes only tokens of images. In Gemma 3 it changes all tokens.
     "gemma4": {"use_bidirectional_attention": ("vision",), "enable_moe_block": (True,)},
     "gpt_oss": {"attention_bias": (True,)},
     "glm4_moe": {"attention_bias": (True,)},
@@ -370,8 +370,8 @@ def refuse_unread(
             return not any(sliding) and key != "sliding_window"
         if key == "max_window_layers":
             return value == 0 and all(sliding)
-        # The field says that every n-th layer is not sliding. A family that reads layer_types ignores the field if the
-        # file has layer_types.
+        # sliding_window_pattern says that every n-th layer is not sliding. A family that reads layer_types ignores the
+        # pattern if the file has layer_types.
         listed = reads(family, "layer_types") and fields.get("layer_types") is not None
         return listed or [bool((i + 1) % value) for i in range(len(sliding))] == list(sliding)
 

@@ -89,7 +89,7 @@ def check_lora(config: ModelConfig) -> None:
 
 
 def matches_nothing(config: ModelConfig) -> ValueError:
-    """Makes the error for a pattern that matches projections of other models only."""
+    """Builds the error for a pattern that matches no projection of this model."""
     names = PROJECTIONS if config.experts is None else (*ATTENTION_PROJECTIONS, *EXPERT_PROJECTIONS)
     wanted = (*names, *LINEAR_PROJECTIONS.values()) if config.recurrent else names
     return ValueError(
@@ -144,7 +144,7 @@ def _merged_stack(stack: Mapping[str, Array], params: PyTree, config: ModelConfi
 
 
 def merging(config: ModelConfig, merged: PyTree) -> Callable[[PyTree, PyTree], PyTree]:
-    """Compiles `merge` as one program: (adapters, base parameters) -> parameters of the dense model.
+    """Returns `merge` as one jitted function: (adapters, base parameters) -> parameters of the dense model.
 
     Args:
       config: the model with adapters.

@@ -1,4 +1,4 @@
-"""Reads weights stored as MXFP4 (OCP Microscaling Formats 1.0), as gpt-oss is published, exactly as bfloat16."""
+"""Converts weights in MXFP4 (OCP Microscaling Formats 1.0), the format of gpt-oss, to bfloat16 without rounding."""
 
 import dataclasses
 from collections.abc import Mapping

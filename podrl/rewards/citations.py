@@ -1,5 +1,4 @@
-"""Rewards for answers that cite the results of a search, in DR-Tulu's form: `<cite
-id="5f1c09ab-0">statement</cite>`."""
+"""Rewards for answers that cite a search's results in DR-Tulu's form: `<cite id="5f1c09ab-0">statement</cite>`."""
 
 import re
 from collections.abc import Sequence
@@ -21,10 +20,11 @@ def citations(
 ) -> list[float]:
     """Scores the share of an answer's cited statements that the cited documents support, 0 to 1; 0 if it cites nothing.
 
-    A statement is supported if every id in its tag is the id of a document that a tool returned in this sample, and if
-    these documents have every number of the statement and at least half of its other words. Ids are separated by
-    commas. The id of a document that the model wrote itself supports nothing. Text outside the cite tags is
-    ignored, so one supported statement scores 1, whatever else the answer says.
+    The answer is the text between the last pair of answer tags. A statement is supported if every id in its tag is the
+    id of a document that a tool returned in this sample, and if these documents have every number of the statement and
+    at least half of its other words. Ids are separated by commas. The id of a document that the model wrote itself
+    supports nothing. Text outside the cite tags is ignored, so one supported statement scores 1, whatever else the
+    answer says.
 
     Args:
       prompts: prompts, which are not read.

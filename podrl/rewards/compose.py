@@ -586,7 +586,13 @@ class Rewards:
         return _SingleReward(reward, trouble)
 
     def _always(self, function: _Function, error: LateWorkerError | DiedError, what: str) -> RewardError:
-        """Returns the error for a function that fails on every sample."""
+        """Returns the error for a function that fails on an empty completion, or on samples that it scores one by one.
+
+        Args:
+          function: the function.
+          error: its last failure.
+          what: the samples, for the message.
+        """
         if "SIGKILL" in str(error):
             return RewardServiceError(
                 f"The workers of reward function {function.name} are killed from outside ({error}), last for {what}. "

@@ -1,8 +1,8 @@
 """Reads the number that an answer gives: signs, separators, fractions, percent, powers of ten, currency and units.
 
-Every evaluation that compares numbers, and every such reward except 'recipe_number', reads them with this module. A
-number keeps its exact value, as a fraction. An answer that could be several numbers, is a calculation, or has unknowns
-or functions ("7 or 8", "10 - 2", "2x", "sqrt(2)") gives no number.
+Evaluations, and all of podrl's own rewards except 'recipe_number', read numbers with this module. A number keeps its
+exact value, as a fraction. An answer that could be several numbers, is a calculation, or has unknowns or functions
+("7 or 8", "10 - 2", "2x", "sqrt(2)") gives no number.
 """
 
 import functools

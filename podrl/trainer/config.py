@@ -146,7 +146,7 @@ class RLTrainingConfig(AdamSettings):
         return None if self.max_steps is None else -(-self.max_steps // updates_per_step)
 
     def optimizer(self) -> Optimizer:
-        """Builds the actor's optimizer; its schedule spans max_steps updates.
+        """Returns the actor's optimizer: `actor_optimizer`, or AdamW with a schedule over `max_steps` updates.
 
         Raises:
           ValueError: the schedule decays or warms up, and `max_steps` is None.
@@ -196,7 +196,7 @@ class RLTrainingConfig(AdamSettings):
         return dataclasses.replace(optimizer, on_host=self.hosts_optimizer)
 
     def _span(self) -> dict[str, int]:
-        """Returns the keyword arguments of `make_schedule`: updates of the warm-up, and of the whole schedule."""
+        """Returns the keyword arguments of `make_optimizer` that say how many updates warm-up and schedule span."""
         needs_end = self.schedule != "constant" or self.warmup_fraction > 0
         if needs_end and self.max_steps is None:
             raise ValueError(

@@ -17,7 +17,7 @@ from podrl.types import Layout, PyTree, Ratio
 
 
 class ValueLoss(Protocol):
-    """A loss on values: loss and metrics as numerators and denominators. `rows` holds its other per-token inputs."""
+    """A loss on values: loss and metrics as numerators and denominators; `rows` holds its inputs besides `value_BT`."""
 
     def __call__(self, value_BT: Float[Array, "B T"], rows: Any, /) -> tuple[Ratio, Mapping[str, Ratio]]: ...
 

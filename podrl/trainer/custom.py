@@ -65,14 +65,14 @@ def numbers(function: Callable[..., object], key: str, reserved: tuple[str, ...]
 
 
 def completed(settings: ConfigValues, section: str) -> ConfigValues:
-    """Returns the numbers of all functions that a section's settings name: the values that are set, else the defaults.
+    """Returns the numbers of the user's functions that a section's settings name: the set values, else the defaults.
 
     Args:
       settings: settings of the section by name.
       section: name of the section, such as 'grpo'.
 
     Returns:
-      A mapping from 'policy_loss_args' or 'advantage_args' to the numbers by name, for each function that is named.
+      A mapping from 'policy_loss_args' or 'advantage_args' to the numbers by name, for each user's function.
     """
     groups = {}
     for name, group in ARGUMENTS.items():

@@ -68,7 +68,7 @@ def token_divergence(
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"], Float[Array, "B T"]]:
     """Computes log p(token), the entropy of p, and KL(p || teacher), all in nats.
 
-    p is the distribution that the token was drawn from. The KL is an exact sum over the whole vocabulary,
+    p is the policy's distribution at `temperature`. The KL is an exact sum over the whole vocabulary,
     differentiable with respect to the policy and not to the teacher. The logits of both models are computed chunk by
     chunk, once forward and once backward, so no more than `chunk_elements` of them exist on a device
     (`podrl.trainer.logprob`).

@@ -19,8 +19,8 @@ _DEVICE_TOKENS = {"cpu": 1280, "accelerator": 4096}
 _WHOLE_GROUP = 1.25
 _ROW_MULTIPLE = {"cpu": 32, "accelerator": 128}  # row lengths are multiples of this number of tokens
 _SHORT = 256  # sequences of at most this many tokens are short, see RLTrainingConfig.max_tokens_per_row
-# On CPU, the value in place of _DEVICE_TOKENS for batches that share prompts. Such batches have fewer tokens, and with
-# smaller micro-batches fewer rows of the last one stay empty.
+# On CPU, the value in place of _DEVICE_TOKENS for batches that share prompts. Such batches have fewer tokens, and
+# smaller micro-batches leave fewer empty rows in the last micro-batch.
 _SHARING_TOKENS = 480
 
 

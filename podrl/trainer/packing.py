@@ -334,7 +334,7 @@ def place_samples(rollouts: Rollouts, chosen_n: Int[np.ndarray, " n"], shape: Pa
     """Places the samples at `chosen_n` as `place` does; samples of one prompt share its tokens.
 
     Each piece of a sample is a sequence, and may lie in another row than the sample's other pieces. If `shape.tree` is
-    set, the pieces of a group share all tokens with which they begin alike. If `shape.whole` is set, all pieces of a
+    set, the pieces of a group share their common prefixes. If `shape.whole` is set, all pieces of a
     sample lie in one row. Without `shape.whole` they lie in one row, and share no tokens, only if the pieces would
     otherwise fill more rows than the shape has and every sample fits into a row.
 
@@ -413,8 +413,9 @@ class _Forest:
       pieces: the sequences to place, followed by one sequence for each prompt that samples share.
       families: numbers of the sequences that may share tokens, in the order in which rows take them. A family is a list
         of units, whose sequences lie in one row.
-      like_B: for each sequence, the earlier sequence of its family that begins with the most equal tokens; -1 for none.
-      alike_B: number of these equal tokens.
+      like_B: for each sequence, the sequence with which it has the longest common prefix: an earlier sequence of its
+        family, or the family's prompt; -1 for none.
+      alike_B: number of tokens in this common prefix.
       most_B: largest number of tokens that a sequence may share. With more, a loss token or the token before it would
         no longer lie in the sequence's own segment.
       prompt_F: sequence of the prompt that every row with sequences of a family also holds; -1 for none.
@@ -537,7 +538,7 @@ class _Forest:
         return best
 
     def _note(self, b: int, index: int, ends: dict[int, tuple[int, int]]) -> None:
-        """Records a sequence's path in `ends`, for this sequence and for all that begin with the same tokens."""
+        """Records a sequence's path in `ends`, for this sequence and for the sequences that share a prefix with it."""
         at, alike = b, self.lengths[b]
         while at >= 0 and ends.get(at, (0, -1))[0] < alike:
             ends[at] = (alike, index)
@@ -549,7 +550,7 @@ class _Forest:
 
 
 def _alike(one: bytes, other: bytes) -> int:
-    """Counts the tokens, of 4 bytes each, with which two sequences begin alike."""
+    """Counts the tokens, of 4 bytes each, in the common prefix of two sequences."""
     size = min(len(one), len(other)) // 4
     differs_X = np.frombuffer(one, np.uint32, size) != np.frombuffer(other, np.uint32, size)
     return int(differs_X.argmax()) if differs_X.any() else size

@@ -148,7 +148,7 @@ def fetch(array: jax.Array, mesh: Mesh) -> np.ndarray:
 
 
 def batch_shardings(batch: Batch[Rows], mesh: Mesh) -> Batch[Rows]:
-    """Returns shardings that split rows and tokens over the mesh's axes for them and replicate all other dimensions.
+    """Returns shardings that split rows and tokens over the mesh axes of "batch" and "time", and replicate the rest.
 
     Args:
       batch: a batch; only the shapes of its arrays are read.
