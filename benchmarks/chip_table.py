@@ -59,7 +59,7 @@ def _share(part: float, whole: float) -> str:
 
 
 def _decode(figures: Mapping[str, Any], device: Mapping[str, Any]) -> Sequence[str]:
-    """Compares a step's time with the time in which memory can deliver the weights and the live keys and values once."""
+    """Compares a step's time with the time in which memory can deliver weights, live keys and values once."""
     rate = device["hbm_rate_vendor"] or device["hbm_rate"]
     least_s = least_bytes(figures, device["devices"]) / rate
     return (

@@ -72,7 +72,7 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
       host_share: share of the time with no dispatch in flight.
       compiles, warm_up_seconds: programs built after warm-up, and seconds of the warm-up.
       peak_bytes: peak of one device in the compiled `generate`.
-      The sizes that were used.
+      mesh, lanes: the mesh and the number of lanes that were used.
     """
     args = make_parser().parse_args(argv)
     fake_devices(args.devices)

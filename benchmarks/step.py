@@ -56,7 +56,8 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
         bfloat16 (0 if unknown).
       peak_bytes: peak of one device in the compiled update.
       compiles: programs built after the first update.
-      The shapes used; with --operations also the seconds that all devices spent in each kind of operation in an update.
+      mesh, parameters, rows, tokens_per_row, micro_batches: the mesh, and the sizes of the model and of packed batches.
+      operations, with --operations: seconds that all devices together spent in each kind of operation in an update.
     """
     args = make_parser().parse_args(argv)
     if args.seq:

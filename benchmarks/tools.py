@@ -51,7 +51,8 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
       of_plain, cpu_of_plain: time with calls over the time of plain samples and prefill, in wall seconds and in CPU
         time. CPU time is comparable where the machine is shared.
       of_context, cpu_of_context: the same two quotients for the comparison `of_context` above.
-      seconds, plain_seconds, prefill_seconds: median seconds with calls, of plain samples, and of prefill, in turns.
+      seconds, plain_seconds, prefill_seconds: median seconds with calls, of plain samples, and of prefill; the three
+        are timed in turn.
       tokens, calls, given_tokens: sampled tokens, calls, and tokens of the tools' outputs.
       prefill_per_given: tokens that prefill computed per token of an output.
       decode_steps, decode_steps_plain: decode steps with calls, and of plain samples.

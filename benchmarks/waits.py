@@ -36,7 +36,8 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
 
     Returns:
       max_staleness, samples, lanes, steps: sizes of the run; steps is the number of steps that count.
-      decode_step_ms, prefill_call_ms, window_ms: times of a decode step, a prefill call, and a window's other work.
+      decode_step_ms, prefill_call_ms, window_ms, plan_ms: times of a decode step, a prefill call, a window's other
+        work, and the planning of a dispatch.
       The next figures exist twice, measured and by the model (with the prefix model_):
       decode_steps, prefill_calls: counts of a window.
       step_s: seconds of a step.

@@ -1,8 +1,8 @@
 """KTO: answers that are labelled good or bad, one to a prompt (arXiv 2402.01306).
 
-Default: the checkpoint that comes with podrl learns from solutions in the reference form, labelled good, and from texts
-as a base model might write them, labelled bad, on a CPU machine: greedy answers 25.0 -> 74.2 %, sampled 14.1 -> 44.2 %,
-in 40 steps.
+Default: the checkpoint that comes with podrl learns from solutions in the task's tags, labelled good, and from
+solutions as a base model might write them, labelled bad, on a CPU machine: right greedy answers 25.0 -> 74.2 %, right
+sampled answers 14.1 -> 44.2 %, in 40 steps.
 
     python -m podrl.launch --config=kto_tiny.py
     python -m podrl.launch --config=kto_tiny.py --config.model.path=DIR --config.data.path=FILE --config.eval.problems=0

@@ -1,7 +1,8 @@
 """ORPO: pairs of answers to one prompt, with one answer of each pair preferred; no reference (arXiv 2403.07691).
 
-Default: the checkpoint that comes with podrl learns to prefer the reference form of a solution to a base model's form
-of it, on a CPU machine: greedy answers 25.0 -> 86.3 %, sampled 14.1 -> 62.5 %, in 40 steps.
+Default: the checkpoint that comes with podrl learns to prefer a solution in the task's tags to the same solution as a
+base model might write it, on a CPU machine: right greedy answers 25.0 -> 86.3 %, right sampled answers 14.1 -> 62.5 %,
+in 40 steps.
 
     python -m podrl.launch --config=orpo_tiny.py
     python -m podrl.launch --config=orpo_tiny.py --config.model.path=DIR --config.data.path=FILE

@@ -1,7 +1,7 @@
 """Trains a reward model on pairs of answers to one prompt, with one answer of each pair preferred (Bradley-Terry).
 
-Default: the checkpoint that comes with podrl, with a new head, learns to score the reference form of a solution above a
-base model's form of it, on a CPU machine: held-out pairs ranked right 50.0 -> 100 %, in 30 steps.
+Default: the checkpoint that comes with podrl, with a new head, learns to score a solution in the task's tags above the
+same solution as a base model might write it, on a CPU machine: held-out pairs ranked right 50.0 -> 100 %, in 30 steps.
 
     python -m podrl.launch --config=reward_model_tiny.py
     python -m podrl.export --workdir=runs/reward_model_tiny --out=scores

@@ -2,11 +2,12 @@
 
 First every example searches the corpus and cites the document that has the answer. In the last steps, most examples
 guess the answer, and some search without a citation or cite an id that no document has, so that reinforcement learning
-has something to find. The output of a search is part of the input, and is not learned. From a fixed seed:
+has something to find. The output of a search is part of the input, and is not learned. From a fixed seed, this command
+makes a checkpoint like podrl/assets/tiny_search, in tiny_search/:
 
     python -m podrl.launch --config=sft_search.py && python -m podrl.export --workdir=runs/sft_search --out=tiny_search
 
-and tiny_search/ resembles podrl/assets/tiny_search. The tokenizer comes from
+The tokenizer comes from
 `python -m podrl.data.train_tokenizer --search --out=podrl/assets/tiny_search`.
 """
 

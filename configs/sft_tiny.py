@@ -1,12 +1,12 @@
 """Trains the checkpoint that comes with podrl: a Gemma 2 of half a million parameters that solves some word problems.
 
-First it learns to solve them in the reference form. In the last steps, most targets do not keep this form, like texts
-of a base model, so that reinforcement learning has something to find. From a fixed seed:
+First it learns to solve them in the reference form: reasoning and answer, each in its tags. In the last steps, most
+targets lack some of the tags, like texts of a base model, so that reinforcement learning has something to find. From a
+fixed seed, this command makes podrl/assets/tiny again, in tiny/ (about 10 minutes on 2 cores):
 
     python -m podrl.launch --config=sft_tiny.py && python -m podrl.export --workdir=runs/sft_tiny --out=tiny
 
-and tiny/ is podrl/assets/tiny again (about 10 minutes on 2 cores). The
-tokenizer comes from `python -m podrl.data.train_tokenizer --out=podrl/assets/tiny`.
+The tokenizer comes from `python -m podrl.data.train_tokenizer --out=podrl/assets/tiny`.
 
 Variants:
     sft_tiny.py:moe   a Qwen3-MoE of 643,000 parameters; two of its eight experts compute a token. Exported as

@@ -2,15 +2,16 @@
 
 First every example of a sum too large for mental arithmetic calls the calculator. In the last steps, most examples
 guess the answer, like a base model that has seen few calls, so that reinforcement learning has something to find. The
-output of a call is part of the input, and is not learned. From a fixed seed:
+output of a call is part of the input, and is not learned. From a fixed seed, this command makes a checkpoint like
+podrl/assets/tiny_tools, in tiny_tools/:
 
     python -m podrl.launch --config=sft_tools.py && python -m podrl.export --workdir=runs/sft_tools --out=tiny_tools
 
-and tiny_tools/ resembles podrl/assets/tiny_tools. The run takes 172 s of processor time: 7:50 minutes on one core that
-was shared. The embedded checkpoint is this run's last step, reached in several starts with resume. Another machine
-gives other bits: in a checkpoint made in one piece elsewhere with jax 0.10.2, the median leaf differs by 12 % of its
-norm. It is as good a start for GRPO: 20 steps of grpo_tools.py took its greedy answers from 0 to 82 %, and sampled
-answers from 11 to 58 %. The tokenizer comes from
+The run takes 172 s of processor time: 7:50 minutes on one core that was shared. The embedded checkpoint is this run's
+last step; the run was stopped and resumed several times. Another machine gives other bits: in a checkpoint made without
+a stop elsewhere, with jax 0.10.2, the median leaf differs by 12 % of its norm. That checkpoint is as good a start for
+GRPO: in 20 steps of grpo_tools.py its right greedy answers rose from 0 to 82 %, and its right sampled answers from 11
+to 58 %. The tokenizer comes from
 `python -m podrl.data.train_tokenizer --calls --out=podrl/assets/tiny_tools`.
 """
 

@@ -12,7 +12,7 @@ import podrl
 
 
 def brief(prompts, completions, **fields):
-    """Gives a point to a completion that ends with its tag, less a hundredth for every character."""
+    """Gives a completion that ends with the closing answer tag 1 point, and takes off 0.01 for every character."""
     return [float(text.strip().endswith("</answer>")) - 0.01 * len(text) for text in completions]
 
 

@@ -87,7 +87,7 @@ def ratios_by_age(
     age_BT: Float[Array, "B T"],
     oldest: int,
 ) -> dict[str, Ratio]:
-    """Splits the ratio and the share of clipped tokens by the age of tokens, and adds the share of each age.
+    """Splits the ratio and the share of clipped tokens by the age of tokens, and measures the share of each age.
 
     Args:
       ratio_BT: probability ratios, unitless.

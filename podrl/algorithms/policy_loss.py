@@ -130,8 +130,8 @@ class LossSettings:
       sampler_correction: none, tis, sequence_tis, sequence_mask, icepop, kpop or geometric_mask
         (`podrl.algorithms.corrections`); auto is tis if samples may be older than the trained weights and
         old_logprob is not 'sampler', else none.
-      correction_low: lower bound of the sampler correction; None for its usual value.
-      correction_high: upper bound of the sampler correction; None for its usual value.
+      correction_low: lower bound of the sampler correction; None for the default of the chosen correction.
+      correction_high: upper bound of the sampler correction; None for the default of the chosen correction.
     """
 
     policy_loss_fn: str | Callable[..., Any] = "clip"

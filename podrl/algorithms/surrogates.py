@@ -195,7 +195,8 @@ def gmpo(
     paper's mean over sequences.
 
     Args:
-      advantage_BT: advantages. The paper has one advantage per sequence; here it is the mean over the sequence.
+      advantage_BT: advantages. The paper has one advantage per sequence; here this is the mean over the sequence's
+        loss tokens.
       epsilon_low: distance of the lower bound of log r from 0, nats (0.4 in the paper).
       epsilon_high: distance of the upper bound of log r from 0, nats (0.4 in the paper).
       eps: number added to lengths; 1e-8 is verl's arithmetic.

@@ -21,8 +21,8 @@ from podrl.storage.storage import Place, is_remote, locate
 
 AUTO = "auto"
 # A file's checksum is stored only if the file was last changed at least this many seconds ago. The stored checksum is
-# found again by the file's size and time of change. A file system's clock is coarse, so a file that has just changed
-# may change again without a new time.
+# found again by the file's path, size and time of change. A file system's clock is coarse, so a file that has just
+# changed may change again without a new time.
 _SETTLED_S = 2.0
 
 

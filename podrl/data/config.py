@@ -53,8 +53,8 @@ class SourceConfig:
         group alone.
       hint: text that only a teacher reads after the question, as data.hint takes it; '' takes data.hint.
       env: name of the environment that plays the samples of this source, one of env.others; '' takes env.environment.
-      grpo: settings of the section grpo that differ for samples of this source, such as {'teacher_coef': 1.0}: weights
-        of the loss's components, the loss and the advantage (docs/algorithms.md).
+      grpo: settings of the section grpo that differ for samples of this source, such as {'teacher_coef': 1.0}. They
+        may set weights of the loss's components, the loss, and the advantage (docs/algorithms.md).
       transforms: steps that change or drop the source's records before they are used, in this order.
       arguments: settings of this source's dataset of reasoning-gym, instead of data.arguments.
     """
@@ -131,8 +131,8 @@ class DataConfig:
       answer_field: name of the record's field with the answer, which only some rewards need. The answer of a GSM8K
         solution is the text after '####'.
       system_prompt: instructions before the question; '' for none. 'auto' depends on the reward functions that score
-        the records of a file: if one of them ('answer', 'exact_format', ...) reads the reference tags, 'auto' means
-        the text that asks for these tags; otherwise it means no instructions.
+        the records of a file: if one of them ('answer', 'exact_format', ...) reads the tags of podrl.data.template,
+        'auto' means the text that asks for these tags; otherwise it means no instructions.
       hint: text after the question that only a teacher reads, with names of the record's fields in braces, such as 'The
         answer is {answer}.'. A hint with {prompt} replaces the question. '' for none.
       template: form of a prompt: 'chat' writes turns by the model's chat template, 'plain' is for a model without a

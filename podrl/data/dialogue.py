@@ -27,8 +27,8 @@ class Dialogue:
             each text is one message; otherwise the texts are joined with an empty line between them.
           role: 'raw' for the text alone; 'user' or 'tool' for three parts as the chat template writes them: the end of
             the model's turn, a turn of this role with the text, and the opening of the model's next turn.
-          last: id of the sample's last token; None for a token that is not special. If it is an end token of the model,
-            the end of the model's turn is left out.
+          last: id of the sample's last token; None for a token that is not special. If the sample ends with an end
+            token of the model, this token is not written again.
 
         Returns:
           Token ids of the observation, without the sample's last token.

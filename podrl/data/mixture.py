@@ -31,7 +31,7 @@ Form = Callable[[Record, str, DataConfig], None]
 
 @dataclasses.dataclass(frozen=True)
 class OpenedSource:
-    """A source that has been opened.
+    """An opened source: its records, split into training and held-out records.
 
     Attributes:
       name: name of the source; '' if the records come from data.path and not from data.sources.

@@ -1,4 +1,4 @@
-"""The process that writes problems of reasoning-gym: `python -m podrl.data.reasoning_worker`, started by its parent.
+"""The process that writes problems of reasoning-gym: `python -m podrl.data.reasoning_worker`, for podrl.data.reasoning.
 
 The problem at an index is a function of the dataset's name, its arguments, the seed, the size and the index.
 """

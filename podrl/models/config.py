@@ -78,7 +78,8 @@ class LoraConfig:
         (also down_proj) in place of gate, up and down. Linear attention has in_proj_qkv, in_proj_z, in_proj_b,
         in_proj_a and out_proj in place of q, k, v and o. The default pattern leaves experts and linear attention
         without adapters.
-      dropout: probability with which training zeroes an input feature of an adapter; 0 with adapters on experts.
+      dropout: probability with which training zeroes an input feature of an adapter; must be 0 if experts have
+        adapters.
       base_dtype: storage type of the frozen projections: 'int8' or 'int4' for integers with a scale per group of 64
         inputs (QLoRA, arXiv 2305.14314, with uniform levels); '' for the type of all other parameters.
 
@@ -527,7 +528,7 @@ def _repeated(kinds: tuple[int, ...]) -> tuple[tuple[tuple[int, int], ...], int]
 
 
 def quant_groups(size: int) -> int:
-    """Returns the number of groups of an input dimension of integer weights; one group if 64 does not divide it."""
+    """Returns the number of groups of an input dimension in integer weights; 1 if 64 does not divide `size`."""
     return size // QUANT_GROUP if size % QUANT_GROUP == 0 else 1
 
 
@@ -573,7 +574,7 @@ def gemma2_config(
     logit_softcap: float = 30.0,
     max_length: int = 8192,
 ) -> ModelConfig:
-    """Builds a Gemma 2 of any size: layers of even index have the window, others see all tokens (arXiv 2408.00118)."""
+    """Builds a Gemma 2 of any size (arXiv 2408.00118), in which layers of even index have the window."""
     return ModelConfig(
         family="gemma2",
         vocab_size=vocab_size,

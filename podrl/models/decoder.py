@@ -27,7 +27,7 @@ class LayerInfo:
 
     Attributes:
       index: number of the layer in the model, from 0.
-      rotation: number of the layer's rotation among the rotations of its kind, see `rotations`.
+      rotation: number of the layer's rotation among the rotations of its kind, see `ModelConfig.rotations`.
       window: number of tokens that a token sees, itself included.
       ple: per-layer embeddings of the tokens, see `per_layer_embeddings`; () in models without them.
     """

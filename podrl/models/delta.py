@@ -82,8 +82,8 @@ def cut(
       prefix_BT: number of the segment that each token's segment continues, its prefix; 0 for none. A prefix continues
         no other segment, and only segments that continue the same prefix lie between a segment and its prefix. None if
         no segment continues another.
-      before_B: number of the segment that began before the row; the row's first tokens continue it from the state that
-        `over_rows` gets. 0 if the row starts from zeros; None if all rows start from zeros.
+      before_B: number of the segment that began before the row; the row's first tokens continue it from the argument
+        `state_BNHU` of `over_rows`. 0 if the row starts from zeros; None if all rows start from zeros.
       chunk: number of tokens of a chunk, C.
     """
     segment_BXC = _chunked(segment_BT, chunk)
@@ -205,7 +205,7 @@ def over_rows(
     solved = _sum("BXNCD,BXNDU->BXNCU", _inverse(system), sides)
     inside = {
         "change": solved[..., :U],  # change by each token if the chunk starts from zeros
-        "undo": solved[..., U:],  # this, times the state that enters the chunk, is subtracted from the change
+        "undo": solved[..., U:],  # its product with the state that enters the chunk is subtracted from the change
         "scores": _sum("BXNCH,BXNDH->BXNCD", q, k) * pair_BXNCC,
         "reads": q * entering_BXNC[..., None],
         "keys": k,

@@ -559,7 +559,6 @@ def _rope(
 
 
 def _not_null(fields: JsonObject | None) -> dict[str, Any]:
-    """Returns the fields that are not null."""
     return {key: value for key, value in (fields or {}).items() if value is not None}
 
 

@@ -173,7 +173,7 @@ class Entry:
         if self.alternating:
             experts, _, *middle, last = self.shape
             return experts, *middle, 2 * last
-        if self.sections and not self.inputs:  # a convolution's taps: torch stores (channels, inputs of each: 1, taps)
+        if self.sections and not self.inputs:  # torch stores a convolution as (channels, 1 input per channel, taps)
             heads, width, taps = self.shape
             return heads * width, 1, taps
         if not self.inputs:

@@ -99,7 +99,7 @@ def matches_nothing(config: ModelConfig) -> ValueError:
 
 
 def _fresh(spec: Param, key: Array, mesh: Mesh, dtype: DTypeLike) -> Array:
-    # The key is passed as host data, because all processes of the mesh must pass the same value.
+    # jit takes a numpy array as a value that all processes of the mesh share, so the key is passed as a numpy array.
     make = _maker(spec.shape, spec.std, np.dtype(dtype), rules.sharding_for(spec.axes, spec.shape, mesh))
     return make(np.asarray(jax.random.key_data(key)))
 

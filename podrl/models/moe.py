@@ -845,7 +845,7 @@ def _kernels(
 
     The kernel takes all matrices of the leaves as groups. Matrices of other layers are groups of 0 rows, so no matrix
     is copied. Integer weights become dense for this layer only, all experts at once. Rows after the last group are not
-    computed. Only `outer` reads them, and it stops at the last group.
+    computed, and no other code reads them: `outer` stops at the last group.
     """
     # This import takes a fifth of a second, so only programs that use the kernel pay for it.
     from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm

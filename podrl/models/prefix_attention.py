@@ -21,8 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 NEG_INF = -1e30
 LANES = 128
-# Default number of tokens of a block, and the largest number of elements in a block's queries, all heads of a group
-# counted.
+# Default number of tokens of a block; largest number of elements in a block's queries over all heads of a group.
 _BLOCK, _MOST = 512, 1 << 19
 _VMEM_BYTES = 32 << 20
 # A pair of blocks is one number with three parts: the row, the block that stays the same over consecutive steps, and
@@ -247,7 +246,6 @@ def _within(x: Array, block: Array, static: _Static) -> Array:
 
 
 def _each_head(static: _Static, body: Callable[[int | Array], None]) -> None:
-    """Runs a body for every query head of the group."""
     if static.group == 1:
         body(0)
     else:

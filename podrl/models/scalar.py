@@ -88,7 +88,7 @@ def stored_entries(config: ModelConfig) -> list[Entry]:
 
 
 def check_head(directory: str | os.PathLike) -> None:
-    """Raises ValueError if the weights of a directory have no head, so that they are not a reward model."""
+    """Raises ValueError if the weights of a directory have no head, because they are then no reward model."""
     if not any(name.endswith("score.weight") for name in scan_directory(locate(directory))):
         raise ValueError(
             f"{directory} has no tensor score.weight: a reward model is a sequence classification model with one label "

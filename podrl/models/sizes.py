@@ -73,7 +73,7 @@ def _gemma3(
 def _gemma4_small(
     dim: int, ffn: int, layers: int, kv_heads: int, *, every: int, shared: int, wide: bool
 ) -> ModelFields:
-    """Fields of a small Gemma 4: one layer of `every` has no window; the last `shared` layers reuse earlier keys."""
+    """Fields of a small Gemma 4: one in `every` layers has no window; the last `shared` layers reuse earlier keys."""
     return {
         "model_type": "gemma4_text",
         "vocab_size": 262_144,

@@ -30,7 +30,7 @@ def row_tile(rows: float) -> int:
 
 
 def for_rows(rows: float, contracted: int, outputs: int, item: int) -> tuple[int, int, int]:
-    """Returns the tile sizes of a product of rows with matrices: of rows, contracted dimension and outputs.
+    """Returns the tile sizes (rows, contracted dimension, outputs) of a product of rows with matrices.
 
     Args:
       rows: mean number of rows of an expert.
@@ -42,7 +42,7 @@ def for_rows(rows: float, contracted: int, outputs: int, item: int) -> tuple[int
 
 
 def for_outer(rows: float, left: int, right: int, item: int) -> tuple[int, int, int]:
-    """Returns the tile sizes of outer products summed over an expert's rows: of rows and of both dimensions.
+    """Returns the tile sizes (rows, left dimension, right dimension) of outer products summed over an expert's rows.
 
     Arguments are those of `for_rows`.
     """

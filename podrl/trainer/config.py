@@ -49,8 +49,9 @@ class RLTrainingConfig(AdamSettings):
         evaluates before and after the run only.
       max_steps: number of updates of the run, which ends with the step that reaches this number. None is one pass over
         the data.
-      gradient_accumulation_steps: smallest number of micro-batches that an update is split into if its sequences have
-        the greatest length; the run warns if even such an update has fewer. None leaves the split to the other keys.
+      gradient_accumulation_steps: least number of micro-batches of an update in which all sequences have the greatest
+        length; updates with shorter sequences may have fewer. The run warns if an update cannot have this number. None
+        leaves the split to the other keys.
       checkpoint_root_directory: directory of checkpoints; None is a directory under the workdir. For a learner's
         `train` without `run` it is the whole run directory, and None writes no files.
       max_seq_token_per_tpu: largest number of tokens that one device holds in a micro-batch; at least the length of a
@@ -74,9 +75,9 @@ class RLTrainingConfig(AdamSettings):
         gradient is the same, except that dropout in adapters drops the same inputs of a shared token for all samples.
       param_dtype: storage type of trainable parameters. With bfloat16, podrl's AdamW keeps a float32 master copy.
       dtype: compute dtype; softmax, norms and log-probabilities are float32 in any case.
-      remat: values that the backward pass recomputes: 'none', 'dots' (all but projections and attention; the
-        fastest on CPU too), 'full' (whole layers) or 'offload' (as 'dots', but the kept values wait in the host's
-        memory; this saves device memory on TPU and GPU, and nothing on CPU).
+      remat: values that the backward pass recomputes: 'none'; 'dots', all but the outputs of projections and attention,
+        which is fastest, also on CPU; 'full', whole layers; or 'offload', the same values as 'dots', with the kept
+        values in the host's memory (this saves device memory on TPU and GPU, and nothing on CPU).
       offload: 'optimizer' keeps AdamW's moments, and its float32 copy of bfloat16 parameters, in the host's memory; an
         update moves them to the devices and back in parts, such as a layer. The arithmetic is the same, though CPUs and
         GPUs may round the last bit in other places. 'reference' keeps the weights of the reference (or of the teacher
@@ -181,7 +182,7 @@ class RLTrainingConfig(AdamSettings):
         """Returns a model's frozen parameters at the place where they are kept: on `mesh`, or on its hosts.
 
         Args:
-          frozen: frozen parameters, as arrays or shapes with placements.
+          frozen: frozen parameters, as arrays or as abstract arrays with shardings.
           lora: adapters of the model; without adapters the frozen parameters are few, and stay on the devices.
           mesh: mesh of the trainer.
 

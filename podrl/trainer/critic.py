@@ -68,7 +68,7 @@ def make_critic_step(
       seed: seed of the adapters' dropout.
       reads: forward pass that computes the numbers: ValueForward for values before each token, ScoreForward for scores
         after each token.
-      prefix: group of the update's metrics.
+      prefix: group of the update's metrics: the part of their names before '/'.
     """
     forward = reads(config=config, mesh=mesh, dtype=dtype, remat=remat)
     trainable, _ = scalar.split_trainable(scalar.abstract_params(config, mesh, jnp.dtype(param_dtype)), config)

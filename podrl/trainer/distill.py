@@ -143,13 +143,13 @@ def _joined(
 def make_top_k_fns(forward: Forward, teacher: Trunk, k: int) -> tuple[Callable, Callable, Callable]:
     """Builds the jitted programs that compute a teacher's log-probabilities of the policy's k likeliest ids.
 
-    Ids belong to a token's position: they are alternatives to the token. Micro-batches beyond `batch.micro_batches` are
-    not computed; their values are 0.
+    The ids at index t are alternatives to token t. Micro-batches beyond `batch.micro_batches` are not computed; their
+    values are 0.
 
     Returns:
-      Three functions. If policy and teacher read the same rows, top_k_fn(params, teacher's params, batch) ->
-      (id_ABTK, teacher_logprob_ABTK) in nats does all. If they read different rows, two functions take its place:
-      likely_fn(params, batch) -> id_ABTK and score_ids_fn(teacher's params, batch of IdRows) -> teacher_logprob_ABTK.
+      Three functions. top_k_fn(params, teacher's params, batch) -> (id_ABTK, teacher_logprob_ABTK), in nats, is for a
+      policy and a teacher that read the same rows. For a teacher that reads other rows, there are likely_fn(params,
+      batch) -> id_ABTK, and score_ids_fn(teacher's params, batch of IdRows) -> teacher_logprob_ABTK.
 
     Args:
       forward: the policy's forward pass.

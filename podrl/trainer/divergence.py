@@ -172,9 +172,6 @@ def _flat(hidden_BTD: Array) -> Array:
     return hidden_BTD.reshape(-1, hidden_BTD.shape[-1])
 
 
-# The exact divergence.
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
 def _divergence(hidden_BTD, matrix_VD, their_hidden_BTE, theirs_VE, target_BT, head: Head, their_head: Head):
     return _divergence_fwd(hidden_BTD, matrix_VD, their_hidden_BTE, theirs_VE, target_BT, head, their_head)[0]
@@ -269,9 +266,6 @@ def _pull_divergence(
         return jnp.where(is_target_XC, dlogprob_X[:, None], 0.0) - jnp.exp(centred_XC) * slope_XC
 
     return pulled_back(hidden_BTD, matrix_VD, dlogits, head)
-
-
-# Log-probabilities of a few ids.
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))

@@ -77,7 +77,7 @@ def token_logprobs(
       temperature: divisor of the capped logits; positive.
       mesh: mesh that splits B over the axes of "batch", T over the axes of "time", and V and D as the output matrix is
         split; None for one device.
-      chunk_elements: largest number of logits on one device.
+      chunk_elements: largest number of logits on one device, unless a chunk of 128 ids has more.
 
     Raises:
       ValueError: the rows do not split evenly over the mesh, or the temperature is not positive.

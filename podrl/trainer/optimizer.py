@@ -28,7 +28,7 @@ class AdamSettings:
       schedule: course of the learning rate after the warm-up: 'constant', or 'cosine' or 'linear' decay to
         `end_fraction` of the peak.
       end_fraction: final learning rate divided by the peak.
-      b1, b2, eps, weight_decay: AdamW's own numbers; weight decay applies to every trainable parameter.
+      b1, b2, eps, weight_decay: AdamW's hyperparameters; weight decay applies to every trainable parameter.
       max_grad_norm: largest global norm of the gradient; a larger gradient is scaled down to this norm. 0 is off.
       mu_dtype, nu_dtype: storage types of the first and second moments.
     """

@@ -34,9 +34,9 @@ class PackShape:
       tokens: number of tokens of one row, T.
       shards: number of data shards that split the rows of a micro-batch evenly.
       shared: True if sequences of a row that begin with the same tokens share these tokens.
-      whole: True if all pieces of a sample lie in one row, for a loss with terms over whole samples; layouts then
-        number the samples of a row.
-      tree: True if pieces of a group share all first tokens that they have in common, and not only the prompt.
+      whole: True if all pieces of a sample lie in one row, for a loss with terms over whole samples; `Layout.sample_BT`
+        then numbers the samples of a row.
+      tree: True if pieces of a group share their common prefixes, and not only the prompt.
       routes: True if rows carry the experts that the sampler recorded.
     """
 
@@ -215,7 +215,8 @@ def _group_row(group_size: int, prompt: int, longest: int, room: int, whole: int
       longest: number of tokens in the longest sample, prompt included.
       room: largest length of a row that holds a part of the group.
       whole: largest length of a row that holds the whole group.
-      even: True if a split group is split into parts of equal size (up to rounding) instead of full rows and a rest.
+      even: True to split a group that needs several rows into parts of equal size (up to rounding); False to fill all
+        rows but the last.
     """
     own = longest - prompt + 1  # each sample has its own last prompt token, which predicts another token in each sample
     if prompt + group_size * own <= whole:

@@ -334,9 +334,9 @@ def place_samples(rollouts: Rollouts, chosen_n: Int[np.ndarray, " n"], shape: Pa
     """Places the samples at `chosen_n` as `place` does; samples of one prompt share its tokens.
 
     Each piece of a sample is a sequence, and may lie in another row than the sample's other pieces. If `shape.tree` is
-    set, the pieces of a group share their common prefixes. If `shape.whole` is set, all pieces of a
-    sample lie in one row. Without `shape.whole` they lie in one row, and share no tokens, only if the pieces would
-    otherwise fill more rows than the shape has and every sample fits into a row.
+    set, the pieces of a group share their common prefixes. If `shape.whole` is set, all pieces of a sample lie in one
+    row. Without `shape.whole` they lie in one row, and share no tokens, only if the pieces would otherwise fill more
+    rows than the shape has and every sample fits into a row.
 
     Raises:
       ValueError: see `place`; also, a sample that must stay whole is longer than a row.
@@ -407,7 +407,7 @@ _Tree = list[tuple[int, int, int]]
 
 @dataclasses.dataclass(frozen=True)
 class _Forest:
-    """The sequences to place, and the first tokens that they have in common.
+    """The sequences to place, and their common prefixes.
 
     Attributes:
       pieces: the sequences to place, followed by one sequence for each prompt that samples share.
@@ -476,7 +476,7 @@ class _Forest:
     def grown(
         rollouts: Rollouts, chosen_n: Int[np.ndarray, " n"], pieces: Pieces, unit_B: Int[np.ndarray, " B"]
     ) -> "_Forest":
-        """Lists pieces of samples; pieces of one group share all first tokens that they have in common."""
+        """Lists pieces of samples; pieces of one group share their common prefixes."""
         like_B, alike_B, most_B = [], [], []
         known: dict[int, list[tuple[bytes, int]]] = {}  # (tokens, index) of each group's pieces, sorted
         row_B = np.asarray(chosen_n)[pieces.sample_B]
