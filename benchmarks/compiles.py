@@ -74,7 +74,7 @@ CASES = {
     "gemma3_4b": Case("grpo_real.py:gemma3_4b_v5e16", hosts=2, changes=_HALVED | {"roles.trainer.mesh": "fsdp=-1"}),
     "qwen3_06b": Case("grpo_real.py:qwen3_06b_v6e8", changes=_MESHES),
 }
-# Configurations that are not compiled, because their programs are those of the named case.
+# Configurations that are not compiled, because the named case has the same programs, in some cases at another size.
 SAME = {
     "grpo_tools.py:mcp": "tools",  # the same tool, in an MCP server
     "sft_tools.py": "sft",

@@ -106,7 +106,7 @@ async def _cpu_ms(most: int, requests: int, body: bytes, answer: Answer, *, clos
 
 
 class _Client:
-    """An HTTP client that sends one request many times; without a library, so that it takes little time itself."""
+    """An HTTP client that sends one request many times. It uses no library of HTTP, so that it takes little time."""
 
     def __init__(self, address: str, key: str, body: bytes, *, closing: bool) -> None:
         self._host, _, self._port = address.partition(":")

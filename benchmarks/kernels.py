@@ -1,4 +1,4 @@
-"""Compares every attention kernel with its dense form on a device: `python -m benchmarks kernels`."""
+"""Compares every form of attention with its definition on a device: `python -m benchmarks kernels`."""
 
 import argparse
 import functools

@@ -140,7 +140,7 @@ class _Seen:
         )
 
     def speeds(self) -> Speeds:
-        """Measures the seconds of a decode step, of a prefill call, and of the work done once in a step."""
+        """Measures the seconds of a decode step, of a prefill call, of a dispatch, and of the work done once a step."""
         steps = [self._metrics[step] for step in self.steps]
         return Speeds(
             decode_s=self.per("time/decode", "perf/decode_steps"),

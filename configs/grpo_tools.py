@@ -1,13 +1,13 @@
 """GRPO with a tool: sums too large for mental arithmetic, and a calculator.
 
 Default: the checkpoint that comes with podrl (configs/sft_tools.py makes it) can ask a calculator and rarely does.
-GRPO teaches it to, on a CPU machine with 2 cores: greedy answers 0 -> 83 %, sampled 9 -> 72 %, in under 3 minutes.
+GRPO teaches it to ask, on a CPU machine with 2 cores: greedy answers 0 -> 83 %, sampled 9 -> 72 %, in under 3 minutes.
 
     python -m podrl.launch --config=grpo_tools.py
     python -m podrl.launch --config=grpo_tools.py --config.env.max_tool_calls=0      # a control: no call is answered
 
 Variants:
-    grpo_tools.py:mcp       the same calculator as an MCP server over stdio (extra [tools]), bit for bit
+    grpo_tools.py:mcp       the same calculator as an MCP server over stdio (extra [tools]); the results are equal
     grpo_tools.py:mixture   three sources in one update: RL with the calculator; a cross-entropy on the calculator's
                             answers; and sums without the calculator, on which the policy is its own teacher and the
                             teacher reads the answer

@@ -13,7 +13,7 @@ from podrl import testing
 
 
 def tanh_clip(logprob_BT, old_logprob_BT, advantage_BT, *, scale=0.5):
-    """Bounds the ratio smoothly: near 1 the result is the ratio itself; far from 1 it stays below 1 + scale."""
+    """Bounds the ratio smoothly: close to 1 it hardly changes, and it always stays between 1 - scale and 1 + scale."""
     ratio_BT = jnp.exp(jnp.clip(logprob_BT - old_logprob_BT, -20, 20))
     return -scale * jnp.tanh((ratio_BT - 1) / scale) * advantage_BT
 

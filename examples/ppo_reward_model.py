@@ -2,7 +2,8 @@
 
     python examples/ppo_reward_model.py [DIR]
 
-Without DIR the reward model is podrl's small model with a random head: its rewards teach nothing.
+Without DIR the reward model is podrl's small model with a random head, whose rewards teach nothing. A second reward is
+the built-in function 'answer'.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Supervised training, then GRPO: a model with random weights learns the form from answers, then from rewards.
+"""Supervised training, then GRPO: a model with random weights learns first from answers, then from rewards.
 
     python examples/sft_then_grpo.py
 

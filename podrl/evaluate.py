@@ -129,7 +129,7 @@ def summary(scores: Scores) -> dict[str, dict[str, float]]:
     With several samples per record, the scores 'pass@k' for k = 2, 4, 8, ... and 'majority@n' are added.
 
     Args:
-      scores: scores by name, each (P, G).
+      scores: scores of P records with n samples each.
 
     Returns:
       'mean', 'records' (number of records), and 'low' and 'high' (ends of the interval) for every score. A score with
@@ -149,7 +149,7 @@ def difference(scores: Scores, others: Scores) -> dict[str, dict[str, float]]:
     """Computes the mean difference of two models (second minus first) with its paired 95% interval.
 
     Args:
-      scores: scores of the first model by name, each (P, G).
+      scores: scores of the first model.
       others: scores of the second model on the same records.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Types that cross layers, and the dimension key: the letters that end every array name of podrl.
+"""Types that cross layers, and the dimension key: the letters that end the names of podrl's arrays.
 
 Dimension key:
   P prompts        G samples per prompt    B sequences or packed rows (podrl.groups finds the prompt of each sequence)
@@ -127,8 +127,8 @@ class Rollouts:
         is a token sequence with a context of its own: its tokens do not attend to other pieces, and its positions
         start at 0. Piece 0 begins with the prompt. The value beyond the end of a sample is 0.
       mask_BT: 1 where the policy sampled the token (the end token included), 0 on prompt, tool output and padding.
-      logprob_BT: log-probability at the sampling temperature over the whole vocabulary, nats. The trainer computes the
-        same distribution.
+      logprob_BT: log-probability at the sampling temperature over the whole vocabulary, nats. The trainer's
+        log-probabilities are defined in the same way.
       kept_BT: total probability of the tokens that top-k, top-p and min-p left to choose from, under the distribution
         of `logprob_BT`. The token was drawn with log-probability logprob_BT - log(kept_BT). 1 without these filters and
         where mask is 0.

@@ -37,8 +37,8 @@ def write(taskset: str, python: str, out: pathlib.Path, env: Mapping[str, object
       Number of records.
 
     Raises:
-      ValueError: the taskset cannot be loaded (the message ends with verifiers' own error) or has no tasks, or
-        verifiers has not written all records within an hour.
+      ValueError: the taskset cannot be loaded (the message ends with verifiers' own error) or has no tasks; `python` or
+        `out` cannot be used; or verifiers has not written all records within an hour.
     """
     own = env.get("taskset", {})
     if not isinstance(own, Mapping):

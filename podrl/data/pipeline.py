@@ -38,8 +38,8 @@ class _Task(NamedTuple):
 class PromptStream(BatchStream[_Task]):
     """An endless, exactly resumable stream of `Prompts`, the same for any number of processes.
 
-    Every process walks the whole stream and keeps its own rows of each batch. So the number of processes changes
-    neither which prompts are skipped nor where a batch ends.
+    Every process that reads the stream gets whole batches. So the number of processes changes neither which prompts are
+    skipped nor where a batch ends.
 
     Attributes:
       prompts_per_step: number P of prompts in a step of the whole job.

@@ -52,11 +52,11 @@ class CodeConfig:
       setup: name of the record's field with Python to run before the tests, such as imports; records may lack the
         field.
       score: 1 if 'all' tests pass, else 0; or the 'share' of tests that pass.
-      memory_mb: address space of a program, in MiB. A program can start no other process.
-      cpu_s: seconds of processor time of one run of a program.
-      wall_s: seconds for all tests of a sample, however busy the machine is.
+      memory_mb: largest address space of a program, in MiB. A program can start no other process.
+      cpu_s: longest processor time of one run of a program, in seconds.
+      wall_s: longest time of all tests of a sample together, in seconds by the clock, even on a busy machine.
       threads: number of threads that a program may have besides its first thread.
-      file_mb: size of one file, and of all the text that a script prints, in MiB.
+      file_mb: largest size of one file, and of all the text that a script prints, in MiB.
       disk_mb: size of a program's /tmp, the only place where it can write, in MiB of memory.
       at_once: number of sandboxes that run at once in each of the reward.workers processes.
       packages: directories that programs may import from, besides the standard library. Programs can read every file in

@@ -183,8 +183,8 @@ class _SingleReward(NamedTuple):
     """The reward of a sample that was scored in a call of its own.
 
     Attributes:
-      reward: the reward; NaN if the worker died on the sample.
-      trouble: 'late' or 'died' if the function failed on the sample; '' for none.
+      reward: the reward; the reward of an empty completion if `trouble` is 'late', NaN if it is 'died'.
+      trouble: 'late' if the function missed its deadline, 'died' if its worker died on the sample twice; '' otherwise.
     """
 
     reward: float

@@ -39,17 +39,18 @@ class JudgeConfig:
     Attributes:
       url: base of the endpoint, such as 'http://host:8000/v1'; requests go to url + '/chat/completions'.
       model: name of the model at the endpoint.
-      template: the question, with {prompt}, {completion}, {answer} and {max_score}; the reply must hold 'SCORE: n'.
+      template: the question to the judge, with {prompt}, {completion}, {answer} and {max_score}, which podrl replaces.
+        The reply must hold 'SCORE: n'.
       criterion_template: the question that 'rubric' asks about each criterion; it also has {criterion}.
       criteria: criteria of 'rubric' for records that have none of their own.
       criteria_weights: weight of each of `criteria`; empty for 1 each. A criterion with a negative weight is a fault.
       rubric: name of the record's field with the criteria, a list of texts or of {"criterion": text, "weight": number}.
       max_score: the best score. The reward is the judge's score divided by this number.
       max_tokens: longest reply, in tokens.
-      timeout_s: seconds for one request.
+      timeout_s: longest time of one request, in seconds.
       retries: number of further requests after a reply that was not understood. A judge that is busy or cannot be
         reached gets the request again, at growing intervals, until reward.deadline_s is over.
-      concurrency: number of requests under way at once.
+      concurrency: largest number of requests under way at once.
       key_variable: environment variable with the bearer token; '' sends no token. Reward functions do not see the
         variable.
     """

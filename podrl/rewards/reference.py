@@ -1,7 +1,8 @@
 """The reference rewards of the reasoning-and-answer template, and the accuracies that an evaluation reports.
 
-Source: the GSM8K recipe that Gemma's GRPO tutorials share. Every function takes `(prompts, completions, **fields)` with
-lists of equal length and returns one float per completion; `answer` is the reference answer, or a list of them.
+Source: the GSM8K recipe that Gemma's GRPO tutorials share. Every reward takes `(prompts, completions, **fields)` with
+lists of equal length and returns one float per completion. The field `answer` has a reference answer for each
+completion, or a list of several.
 """
 
 import collections
@@ -84,10 +85,10 @@ def number(
 def recipe_number(
     prompts: Sequence[str], completions: Sequence[str], answer: Sequence[object], **fields: object
 ) -> list[float]:
-    """Scores 1.5 when the first digits and points after `<answer>` are the reference answer: the recipe's pattern.
+    """Scores 1.5 when the first digits and points after the first `<answer>` are a reference answer, else 0.
 
-    The pattern has no signs, separators or fractions: it reads '-5' as 5, '1,200' as 1 and '1/2' as 1. `number` reads
-    all of them.
+    This is the recipe's pattern. It has no signs, separators or fractions: it reads '-5' as 5, '1,200' as 1 and '1/2'
+    as 1. `number` reads all of them.
     """
     del prompts, fields
     scores = []

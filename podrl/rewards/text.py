@@ -90,7 +90,7 @@ def choice(answer: str, reference: str, config: TextConfig) -> float:
 
 
 def exact_match(answer: str, reference: str, config: TextConfig) -> float:
-    """Scores 1 if the answer is the reference, else 0."""
+    """Scores 1 if the answer equals the reference, else 0; compares normalised words if `config.normalise`."""
     return float(config.words(answer) == config.words(reference) if config.normalise else answer == reference.strip())
 
 

@@ -1,6 +1,6 @@
 """The process that runs reward functions: `python -m podrl.rewards.worker`, started by podrl.rewards.compose.
 
-The process imports the standard library and the imports of reward functions, but never jax.
+The process imports the standard library, a few small modules of podrl, and what reward functions import, but not jax.
 """
 
 import asyncio
@@ -20,9 +20,9 @@ def call(fn: Callable[..., object], prompts: list[str], completions: list[str], 
     """Runs a reward function and checks what it returns.
 
     Returns:
-      {'values': floats} if the result is good; {'raised': last lines of the traceback}; {'away': one line} if a service
-      that the function calls cannot be reached; or {'bad': what is wrong}, with the index 'sample' if a single value is
-      wrong.
+      {'values': floats} if the result is good; {'raised': last lines of the traceback} if the function raised an error;
+      {'away': one line} if a service that the function calls cannot be reached; or {'bad': what is wrong} if the
+      function or its result has the wrong form, with the index 'sample' if a single value is wrong.
     """
     if mistake := mistaken(leading(fn), fields, getattr(fn, "__name__", "f")):
         return {"bad": mistake}
@@ -91,7 +91,7 @@ def leading(fn: Callable[..., object]) -> list[str] | None:
 
     Returns:
       Two names, fewer if there are no more, or all positional-only arguments if these are more. None if the function
-      takes completions by name, or any number of arguments.
+      takes completions by name, or any number of arguments, or if Python cannot tell its arguments.
     """
     try:
         parameters = list(inspect.signature(fn).parameters.values())
