@@ -55,7 +55,7 @@ CASES = {
     "orpo": Case("orpo_tiny.py"),
     "kto": Case("kto_tiny.py"),
     "reward_model": Case("reward_model_tiny.py"),
-    # One replica on all chips of two hosts.
+    # The rollout has one replica, on all chips of two hosts.
     "replica_of_two_hosts": Case(
         "grpo_gemma.py", hosts=2, changes={"roles.rollout.mesh": "fsdp=-1,tensor=2"}, programs=_ENGINE
     ),

@@ -39,7 +39,7 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
     Returns:
       FORM_error: for each form, the largest absolute difference of its outputs and gradients from the definition in
         float32, divided by the largest absolute value.
-      reference_error: the same for the definition itself in `--dtype`, which is the rounding error of every form.
+      reference_error: the same for the definition itself in `--dtype`: the error that rounding alone causes.
     """
     args = _parser().parse_args(argv)
     fake_devices(args.devices)

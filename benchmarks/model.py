@@ -45,7 +45,7 @@ def _published(args: argparse.Namespace) -> Any:
     from podrl.models import sizes
 
     model = sizes.config_of(args.size)
-    args.vocab = model.vocab_size  # random tokens are drawn from it
+    args.vocab = model.vocab_size  # benchmarks draw the ids of random tokens below it
     return model
 
 

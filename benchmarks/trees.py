@@ -42,7 +42,7 @@ def trees(args: Any) -> tuple[Any, Any]:
 
 
 def random_tree(tree: Any) -> Any:
-    """Fills shapes with scattered values in [-1, 1); a real generator takes seconds to compile."""
+    """Makes arrays of scattered values in [-1, 1) by plain arithmetic; jax.random would take seconds to compile."""
     import jax
     import jax.numpy as jnp
 

@@ -79,7 +79,7 @@ def _with_trl(args: argparse.Namespace, place: pathlib.Path, python: pathlib.Pat
     data.write_text("".join(f"{line}\n" for line in lines))
     rounds: dict[str, list[Mapping[str, Any]]] = {"podrl": [], "trl": []}
     for number in range(args.rounds):
-        # A new directory: podrl.launch would take up a finished run, and nothing would be measured.
+        # The directory is new, because podrl.launch would continue a finished run, and nothing would be measured.
         with tempfile.TemporaryDirectory() as workdir:
             rounds["podrl"].append(_podrl(args, data, pathlib.Path(workdir)))
         command = [str(python), str(_HERE / "trl_job.py"), f"--model={TINY}", f"--data={data}", f"--steps={args.steps}"]

@@ -62,8 +62,9 @@ class RewardConfig:
         'sample' and 'group' a function is called while other samples are still generated; with 'batch' training waits
         for the call. A function without a file and a name, such as a lambda, always gets whole batches.
       deadline_s: longest time of a call of a function, seconds. If a call takes longer, each of its samples is scored
-        in a call of its own. A sample whose own call takes longer gets the reward of an empty completion. If a service
-        that a function needs cannot be reached, the function is called again until this time has passed.
+        in a call of its own. A sample whose own call takes longer gets the reward of an empty completion. A function
+        without a file and a name runs in the job's process, and a late call of it ends the job. If a service that a
+        function needs cannot be reached, the function is called again until this time has passed.
       workers: number of processes that run the functions.
       dataset_field: name of the field with the name of a record's data set.
       model: directory of a reward model (sequence classification with one label), whose score is added; '' for none.

@@ -1,8 +1,9 @@
 """The process that tests a program; the program's own process can neither read the tests nor send the verdict.
 
-A test of functions is Python code that runs in this process. In its namespace there is a stand-in for everything that
-the program defines. Arguments go to the program's process as plain values, and results come back as plain values. So
-no object of the program can make itself equal to a test's expected value.
+A test of functions is Python code that runs in this process. Its namespace has the plain values that the program
+defines, and a stand-in for everything else that the program defines. Arguments go to the program's process as plain
+values or as names of its objects, and results come back in the same way. So no object of the program can make itself
+equal to a test's expected value.
 """
 
 import builtins

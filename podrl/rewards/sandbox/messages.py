@@ -7,10 +7,10 @@ class ProgramLimits(TypedDict):
     """The limits of every sandbox.
 
     Attributes:
-      memory_mb: address space of a process, in MiB.
-      cpu_s: seconds of CPU time of a program.
-      wall_s: seconds of time for all tests of a program.
-      threads: number of threads of a program besides its first thread.
+      memory_mb: largest address space of a process, in MiB.
+      cpu_s: longest CPU time of a program, in seconds.
+      wall_s: longest time of all tests of a program together, in seconds by the clock.
+      threads: largest number of threads of a program besides its first thread.
       file_mb: longest file, and longest printed text, in MiB.
       disk_mb: size of the temporary file system, in MiB.
     """
