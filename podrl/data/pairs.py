@@ -92,7 +92,7 @@ def _read_pairs(write: "_Writer", records: sources.Source) -> Iterator[_Pair | T
 
 
 class _Writer:
-    """Makes a pair of a record; in an embedded task, the position in the stream seeds the random draws."""
+    """Makes a pair from a record; in an embedded task, the position in the stream seeds the random draws."""
 
     def __init__(self, data: DataConfig, tokenizer: Tokenizer, limit: Limit) -> None:
         self._data, self._tokenizer, self._limit = data, tokenizer, limit

@@ -134,7 +134,7 @@ def finished_directory(directory: str | pathlib.Path, *, writes: bool = True) ->
 
 
 def is_writer(params: PyTree) -> bool:
-    """True in the first process among those that hold the parameters."""
+    """True in the first of the processes that hold the parameters; always True if they are not arrays of jax."""
     leaf = jax.tree.leaves(params)[0]
     if not isinstance(leaf, jax.Array):
         return True

@@ -2,8 +2,8 @@
 
 A test of functions is Python code that runs in this process. Its namespace has the plain values that the program
 defines, and a stand-in for everything else that the program defines. Arguments go to the program's process as plain
-values or as names of its objects, and results come back in the same way. So no object of the program can make itself
-equal to a test's expected value.
+values or as references to its objects, and results come back in the same way. So no object of the program can make
+itself equal to a test's expected value.
 """
 
 import builtins
