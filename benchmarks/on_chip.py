@@ -133,7 +133,8 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
         print(f"{name} failed: {found[name]['error'].splitlines()[-1]}", file=sys.stderr)
     if left:
         minutes = sum(part.minutes for part in left)
-        print(f"With about {minutes:.0f} minutes more: {', '.join(part.name for part in left)}", file=sys.stderr)
+        names = ", ".join(part.name for part in left)
+        print(f"Time was over before {names}: start the command again with --minutes={minutes:.0f}.", file=sys.stderr)
     return {
         "done": [name for name in found if name not in failed],
         "failed": failed,

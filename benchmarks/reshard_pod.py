@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if source % args.fake_devices or source + target != have:
         raise ValueError(
             f"--src {args.src} and --dst {args.dst} need {source} + {target} devices, --local_processes="
-            f"{args.local_processes} of --fake_devices={args.fake_devices} have {have}: they must be all used, and "
+            f"{args.local_processes} of --fake_devices={args.fake_devices} have {have}: all devices must be used, and "
             "--src must end where a process ends."
         )
     with socket.socket() as probe:

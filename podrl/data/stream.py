@@ -243,8 +243,8 @@ class Stream(Generic[Item]):
         if saved.get("tools", "") != self._tools:
             raise ValueError(
                 "The prompts of the checkpoint name other tools, or the same tools with other arguments or "
-                "descriptions, than env.tools and the servers of env.mcp offer now: resume with the same, or start in "
-                "a new --workdir."
+                "descriptions, than env.tools and the servers of env.mcp offer now: resume with the same tools, or "
+                "start in a new --workdir."
             )
         self._iterator.set_state(saved["iterator"])
         self.emitted, self.skipped = saved["emitted"], saved["skipped"]

@@ -68,8 +68,8 @@ def decode(frames: Sequence[bytes | memoryview]) -> Message:
     head = json.loads(body)
     if head.get("version") != VERSION:
         raise MessageError(
-            f"A message of version {head.get('version')} arrived, this process speaks {VERSION}: run the same podrl "
-            "on all hosts."
+            f"A message of version {head.get('version')} arrived, but this process reads version {VERSION}: run the "
+            "same podrl on all hosts."
         )
     if len(head["arrays"]) != len(rest):
         raise MessageError(f"A message was cut: {len(rest)} of its {len(head['arrays'])} arrays arrived.")

@@ -175,7 +175,7 @@ def assign(trainer: str, rollout: str, processes: int, mesh: str = "auto", evalu
     trains, generates = trains or everyone - tests - generates, generates or everyone - tests - trains
     if both := sorted((trains & generates) | (tests & (trains | generates))):
         raise ValueError(
-            f"{settings}: hosts {both} are in both roles; several hosts cannot be colocated, separate them."
+            f"{settings}: hosts {both} have two roles: in a job of several hosts, give each host one role."
         )
     if left := sorted(everyone - trains - generates - tests):
         raise ValueError(f"{settings}: hosts {left} have no role; every host must be named once.")

@@ -60,8 +60,8 @@ def teacher_parts(how: Distillation, forward: Forward, teacher: ModelConfig) -> 
     ids = forward.config.vocab_size
     if teacher.vocab_size < ids:
         raise ValueError(
-            f"grpo.teacher_kl={how.kl!r} compares all {ids} token ids of the policy, and the teacher "
-            f"(model.reference) has {teacher.vocab_size}: give one with all of them, or set grpo.teacher_kl='sampled'."
+            f"grpo.teacher_kl={how.kl!r} compares all {ids} token ids of the policy, but the teacher has only "
+            f"{teacher.vocab_size}: set model.reference to a teacher with all ids, or set grpo.teacher_kl='sampled'."
         )
     trunk = Trunk(config=teacher, mesh=forward.mesh, dtype=forward.dtype)
     if how.kl == "full":

@@ -203,8 +203,8 @@ class Placement:
         tokens_ABT = self._packed(tokens_X)
         if (bad := np.flatnonzero(tokens_ABT.reshape(-1)[flat_X] != tokens_X)).size:
             raise ValueError(
-                f"Sequence {self._named(bad[0])} has token {tokens_X[bad[0]]} at {offset_X[bad[0]]}, where another of "
-                "its group has a different one: samples of a prompt must begin with that prompt; or set "
+                f"Sequence {self._named(bad[0])} has token {tokens_X[bad[0]]} at {offset_X[bad[0]]}, where another "
+                "sequence of its group has a different token: samples of a prompt must begin with that prompt; or set "
                 "trainer.share_prompts=False."
             )
         segment_X = self.segment_B[sequence_X]
@@ -378,7 +378,7 @@ def _check_lengths(length_B: Int[np.ndarray, " B"], shape: PackShape) -> None:
     if len(length_B) == 0:
         raise ValueError("There is no sequence to pack: a training batch needs at least one.")
     if length_B.min() < 1:
-        raise ValueError(f"Sequence {int(length_B.argmin())} has {length_B.min()} tokens: every one needs at least 1.")
+        raise ValueError(f"Sequence {int(length_B.argmin())} has {length_B.min()} tokens: it needs at least 1.")
     if length_B.max() > shape.tokens:
         raise ValueError(
             f"Sequence {int(length_B.argmax())} has {length_B.max()} tokens but a packed row holds {shape.tokens}: "

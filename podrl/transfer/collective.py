@@ -69,8 +69,8 @@ class CollectiveTransport:
         before, after = list(self.source.devices.flat), list(self.target.devices.flat)
         if shared := {d.id for d in before} & {d.id for d in after}:
             raise ValueError(
-                f"The collective transport needs disjoint meshes, devices {sorted(shared)} are in both: give the roles "
-                "separate hosts, or all the same devices."
+                f"The collective transport needs disjoint meshes, but devices {sorted(shared)} are in both: give the "
+                "roles separate hosts, or all the same devices."
             )
         self.union = Mesh(np.array([*before, *after], dtype=object), (UNION,))
         arrivals = [

@@ -85,14 +85,14 @@ class ExpectedLeaves:
         """
         leaves, treedef = jax.tree.flatten(tree)
         if treedef != self._treedef:
-            raise ValueError(f"{what} have the structure {treedef}, the plan was made for {self._treedef}.")
+            raise ValueError(f"{what} have the structure {treedef}, but the plan was made for {self._treedef}.")
         rows = zip(leaves, self.paths, self._shapes, self._dtypes, self.shardings, strict=True)
         for leaf, path, shape, dtype, sharding in rows:
             same_place = leaf.sharding == sharding or leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
             if leaf.shape != shape or leaf.dtype != dtype or not same_place:
                 raise ValueError(
-                    f"{what}: leaf {path} is {leaf.dtype}{list(leaf.shape)} on {leaf.sharding}, planned was "
-                    f"{dtype}{list(shape)} on {sharding}; make a new Publisher for another layout."
+                    f"{what}: leaf {path} is {leaf.dtype}{list(leaf.shape)} on {leaf.sharding}, but the plan has "
+                    f"{dtype}{list(shape)} on {sharding}: make a new Publisher for another layout."
                 )
         return leaves
 
@@ -151,8 +151,8 @@ class Ledger:
         if policy.version not in self._published:
             kept = ", ".join(map(str, self._published)) or "none"
             raise WeightMismatchError(
-                f"Policy carries version {policy.version}, published versions are {kept}: roll out with a policy that "
-                "publish() returned."
+                f"The policy has version {policy.version}, but the published versions are {kept}: roll out with a "
+                "policy that publish() returned."
             )
         leaves = self._target.check(policy.params, "Weights")
         totals, torn = self._target.fold(self._target.sums(leaves))

@@ -276,7 +276,7 @@ MESHES = {
         ["--local_processes=2", "--config.roles.trainer.hosts=0,7"], ["roles.trainer.hosts", "7"]
     ),
     "hosts in both roles": launch(
-        ["--local_processes=2", "--config.roles.trainer.hosts=0-1", "--config.roles.rollout.hosts=1"], ["both roles"]
+        ["--local_processes=2", "--config.roles.trainer.hosts=0-1", "--config.roles.rollout.hosts=1"], ["two roles"]
     ),
     "host 0 generates": launch(
         ["--local_processes=2", "--config.roles.rollout.hosts=0"], ["roles.rollout.hosts", "host 0 must be a trainer"]

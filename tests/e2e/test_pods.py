@@ -438,7 +438,7 @@ def test_a_failing_reward_on_a_rollout_host_saves_what_was_trained(tmp_path, goo
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--config.roles.trainer.hosts=0-1", "--config.roles.rollout.hosts=1"), "hosts [1] are in both roles"),
+        (("--config.roles.trainer.hosts=0-1", "--config.roles.rollout.hosts=1"), "hosts [1] have two roles"),
         (("--config.roles.trainer.hosts=1",), "host 0 must be a trainer"),
         (("--config.roles.rollout.mesh=tensor=8",), "needs 8 devices"),
     ],

@@ -130,7 +130,7 @@ DAMAGE = {
     "cut": (lambda frames: [*frames[:-1], frames[-1][:-1]], "bytes was refused: its checksum does not match"),
     "short": (lambda frames: frames[:1], "A message was cut: 1 of its frames arrived"),
     "flipped": (lambda frames: [*frames[:-1], bytes([frames[-1][0] ^ 1]) + frames[-1][1:]], "checksum does not match"),
-    "version": (_of_version_3, "version 3 arrived, this process speaks 2"),
+    "version": (_of_version_3, "version 3 arrived, but this process reads version 2"),
 }
 
 

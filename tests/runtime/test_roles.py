@@ -42,7 +42,7 @@ def test_hosts_that_evaluate_are_taken_from_the_others():
     assert hosts.role(5) == "rollout" and hosts.name(5) == "rollout 2"  # a host that joins generates
     assert assign("0", "", 6, evaluates="1,5") == Hosts((0,), (2, 3, 4), eval=(1, 5))
     for given, says in (
-        (("0-1", "2-3", 4, "auto", "3"), r"roles\.eval\.hosts='3', 4 hosts .*hosts \[3\] are in both roles"),
+        (("0-1", "2-3", 4, "auto", "3"), r"roles\.eval\.hosts='3', 4 hosts .*hosts \[3\] have two roles"),
         (("", "", 2, "auto", "1"), "no host generates"),
         (("", "", 3, "auto", "0"), "host 0 must be a trainer"),
         (("", "", 1, "auto", "1"), r"hosts \[1\] are not in this job"),
@@ -58,7 +58,7 @@ def test_hosts_that_evaluate_are_taken_from_the_others():
 @pytest.mark.parametrize(
     ("trainer", "rollout", "processes", "says"),
     [
-        ("0-1", "1-3", 4, r"4 hosts \(0-3\): hosts \[1\] are in both roles"),
+        ("0-1", "1-3", 4, r"4 hosts \(0-3\): hosts \[1\] have two roles"),
         ("0", "2-3", 4, r"hosts \[1\] have no role; every host must be named once"),
         ("0-1", "2-5", 4, r"hosts \[4, 5\] are not in this job; name hosts from 0 to 3"),
         ("1-3", "0", 4, "host 0 must be a trainer"),

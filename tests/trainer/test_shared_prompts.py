@@ -129,7 +129,8 @@ def test_a_loss_on_a_shared_token_is_refused():
 def test_samples_that_do_not_begin_alike_are_refused():
     length_B, alike, samples = groups([5, 3], [[4, 4], [4, 4]])
     samples["tokens_BT"][1, 2] += 1
-    with pytest.raises(ValueError, match=r"at 2, where another of its group has .* trainer.share_prompts=False"):
+    message = r"at 2, where another sequence of its group has .* trainer.share_prompts=False"
+    with pytest.raises(ValueError, match=message):
         packed_rows(ReferencedRows, place(length_B, PackShape(1, 1, 40, shared=True), alike), **samples)
     shared = SharedPrefixes.of_prompts(np.array([5, 3]), np.array([0, 0, 1, 0]))
     np.testing.assert_array_equal(shared.length_B, [4, 4, 2, 4])

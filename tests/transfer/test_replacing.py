@@ -86,6 +86,6 @@ def test_a_publisher_replaces_what_it_is_given_and_nothing_else(transport):
     assert all(x.is_deleted() for x in first.params)
     arrived(second.params, values, after, jnp.bfloat16)
     arrived(third.params, values, after, jnp.bfloat16)
-    with pytest.raises(ValueError, match=r"Weights to replace: leaf .* planned was bfloat16"):
+    with pytest.raises(ValueError, match=r"Weights to replace: leaf .* but the plan has bfloat16"):
         publisher.publish(placed, 4, replacing=placed)
     arrived(third.params, values, after, jnp.bfloat16)

@@ -101,7 +101,8 @@ class PullReceiver:
                 self._joined = None
                 if time.monotonic() > self._deadline:
                     raise TransferTimeoutError(
-                        f"Version {version} of {self._name!r} did not come within {self._timeout:g} s; last: {error}"
+                        f"Version {version} of {self._name!r} did not arrive within {self._timeout:g} s. The last "
+                        f"attempt failed with: {error}"
                     ) from error
                 time.sleep(_POLL_S)
         self._ledger.enter(version, totals)
@@ -130,7 +131,8 @@ class PullReceiver:
             except OSError as error:
                 if time.monotonic() > deadline:
                     raise TransferTimeoutError(
-                        f"Version {version} of {self._name!r} was not offered within {self._timeout:g} s; last: {error}"
+                        f"Version {version} of {self._name!r} was not offered within {self._timeout:g} s. The last "
+                        f"attempt failed with: {error}"
                     ) from error
                 time.sleep(_POLL_S)
 
