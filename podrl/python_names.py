@@ -6,6 +6,8 @@ import functools
 import inspect
 import logging
 import re
+import traceback
+import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
 
@@ -57,11 +59,14 @@ _WAYS = {
     "fake_devices": "set XLA_FLAGS=--xla_force_host_platform_device_count=N before jax is imported",
     "compile_cache": "set JAX_COMPILATION_CACHE_DIR=DIR before jax is imported",
 }
-# A command keeps its flags. A key stands alone or behind '--config.' or 'config.'; a simple value may follow it.
+# Keys that only jobs have, by their group. Other words that begin like a group are no keys: files, tensors, methods.
+_OF_JOBS = {"model": {"size"}, "roles": {*_ROLES, "eval", "colocated"}}
+# A command keeps its flags; addresses and quoted texts stay. A key stands alone or behind '--config.' or 'config.'; a
+# simple value, such as a number, a quoted text or a path, may follow it.
 _KEY = re.compile(
-    r"python -m podrl\.\w+(?: --?\S+| [A-Z]\S*)*"
+    r"python -m podrl\.\w+(?: --?\S+| [A-Z]\S*)*|\w+://\S+|(?<!\w)'[^'\n]*'|\"[^\"\n]*\""
     r"|(?<![\w./'\"-])(?P<flag>--config\.|--(?=workdir\b)|config\.)?(?P<key>[a-z_]+(?:\.[a-z]\w*)*)"
-    r"(?P<value>='[^']*'|=[\w+-]+(?:\.[\w+-]+)*)?"
+    r"(?P<value>='[^']*'|=\.{0,2}[\w+/~-]+(?:[.:]+[\w+/~-]+)*)?"
 )
 fields: dict[str, set[str]] = {}  # names of the keys of each group; `podrl.config.section` fills it
 _PASSED = ("podrl.python_names", "podrl.config", "dataclasses", "copy")  # modules whose frames do not count as callers
@@ -94,7 +99,7 @@ def in_python(text: str, own: Mapping[str, str] = {}) -> str:
         if group == "roles" and name.removesuffix(".mesh") in _ROLES:
             return f"ClusterConfig.role_to_mesh[Role.{_ROLES[name.removesuffix('.mesh')]}]{value}"
         way = next((way for pattern, way in _WAYS.items() if fnmatch.fnmatchcase(key, pattern)), "")
-        if not way or (group in ("data", "eval", "log") and name.partition(".")[0] not in fields.get(group, ())):
+        if not way or (name and name.partition(".")[0] not in {*fields.get(group, ()), *_OF_JOBS.get(group, ())}):
             return found[0]
         ways[key] = way
         return key + value
@@ -116,7 +121,13 @@ def from_outside() -> bool:
         if frame.f_code.co_name == "build":
             return False
         frame = frame.f_back
-    return frame is None or not str(frame.f_globals.get("__name__")).startswith("podrl.")
+    return frame is None or not _is_own(frame)
+
+
+def _is_own(frame: types.FrameType) -> bool:
+    """Returns True for code of podrl, also of a command, whose module has the name __main__."""
+    spec = frame.f_globals.get("__spec__")
+    return str(getattr(spec, "name", frame.f_globals.get("__name__"))).startswith("podrl.")
 
 
 def reword(error: Exception, own: Mapping[str, str] = {}) -> None:
@@ -149,19 +160,24 @@ def speaks_python(call: Call) -> Call:
 @contextlib.contextmanager
 def _python_names() -> Iterator[None]:
     global _speaking
-    loggers = [logging.getLogger(name) for name in logging.root.manager.loggerDict if name.startswith("podrl")]
-    for logger in loggers:
+    for logger in _loggers():
         logger.addFilter(_reword_record)  # does not add the same filter twice
     _speaking += 1
     try:
         yield
     except Exception as error:
-        reword(error)
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        if _is_own(frame):  # errors that a user's function raises keep their text
+            reword(error)
         raise
     finally:
         _speaking -= 1
-        for logger in () if _speaking else loggers:
+        for logger in () if _speaking else _loggers():  # an inner call has added the filter to loggers that are newer
             logger.removeFilter(_reword_record)
+
+
+def _loggers() -> list[logging.Logger]:
+    return [logging.getLogger(name) for name in list(logging.root.manager.loggerDict) if name.startswith("podrl")]
 
 
 def _reword_record(record: logging.LogRecord) -> bool:

@@ -1,14 +1,16 @@
 """Every key of the configuration is said to a user of a learner by a name that this user can write."""
 
 import dataclasses
+import importlib.util
 import inspect
 import logging
 import re
+from typing import Any
 
 import pytest
 
 import podrl
-from podrl.config import merge, section
+from podrl.config import merge, require, section
 from podrl.job.config import parse, unset
 from podrl.python_names import in_python, speaks_python
 from podrl.rundir.console import make_console
@@ -52,10 +54,15 @@ def test_words_that_are_no_keys_and_flags_of_commands_stay():
     for text in (
         "data.jsonl line 3 lacks it: see tests/data.path and roles of turns (podrl.data.config).",
         "`python -m podrl.export --workdir=RUN --out=DIR` writes it; podrl.run(FILE, {'log.to': ()}) logs nothing.",
+        "1 tensors are missing: model.norm.weight; model.safetensors, roles.yaml and scratch.txt are files of https://x/"
+        "?model.path=3, and an episode calls model.chat.",
+        "{'question': 'Set model.path', 'answer': \"It's grpo.beta\"} is a record.",
     ):
         assert in_python(text) == text
     said = "set ClusterConfig.role_to_mesh[Role.ACTOR] and RLTrainingConfig(checkpoint_root_directory=DIR)."
     assert in_python("set roles.trainer.mesh and --workdir=DIR.") == said
+    said = "RLTrainingConfig(checkpoint_root_directory=gs://b/r-1) is in use, and RLCluster(actor=../a.b): bad."
+    assert in_python("--workdir=gs://b/r-1 is in use, and model.path=../a.b: bad.") == said
     assert in_python("harder data (data.path), or grpo.beta") == "harder data (train_ds), or GRPOConfig.beta"
     assert in_python("log.trace").startswith("log.trace. log.trace is a key of podrl.run; with a learner, pass train(")
     assert not in_python("log.trace").endswith(".")  # the finding that holds this text adds the full stop
@@ -90,14 +97,38 @@ def test_lines_and_logs_say_python_names_while_a_learner_runs_and_keys_afterward
     def train():
         make_console().print("Warning: trainer.max_steps=1")
         log.warning("%s do not apply", "reward.limits")
-        raise OSError("grpo.beta=1")
+        require(False, "grpo.beta", 1, "2")
 
-    with pytest.raises(OSError, match=r"^GRPOConfig\.beta=1$"):
+    with pytest.raises(ValueError, match=r"^GRPOConfig\.beta=1 must be 2\.$"):
         train()
     make_console().print("Warning: trainer.max_steps=1")
     log.warning("%s do not apply", "reward.limits")
     assert capsys.readouterr().out == "Warning: RLTrainingConfig.max_steps=1\nWarning: trainer.max_steps=1\n"
     assert caplog.messages == ["RewardConfig.limits do not apply", "reward.limits do not apply"]
+
+
+def test_errors_of_a_users_function_stay_and_no_filter_is_left():
+    @speaks_python
+    def generate():
+        raise KeyError("grpo.beta")
+
+    @speaks_python
+    def train():
+        logging.getLogger("podrl.newer_than_the_call")
+        generate()
+
+    with pytest.raises(KeyError, match=r"^'grpo\.beta'$"):
+        train()
+    assert not logging.getLogger("podrl.newer_than_the_call").filters
+
+
+def test_a_command_of_podrl_is_no_caller_from_outside():
+    code = "from podrl.engine.config import Sampling\ndef sample(): Sampling(top_p=3.0)"
+    spec = importlib.util.find_spec("podrl.generate")
+    command: dict[str, Any] = {"__name__": "__main__", "__spec__": spec}  # what `python -m podrl.generate` sets
+    exec(code, command)
+    with pytest.raises(ValueError, match=r"^rollout\.top_p=3\.0 must be a number"):
+        command["sample"]()
 
 
 @pytest.mark.parametrize(("data", "key"), [({}, "RolloutConfig.top_k"), ({"data": {}}, "rollout.top_k")])
