@@ -170,9 +170,9 @@ class Watchdog:
             stages = list(self._stages)
             if not stages:
                 continue
-            name, started = stages[-1]
-            self.announce_long(stages[-1], time.monotonic())
-            age = time.monotonic() - started
+            (name, started), now = stages[-1], time.monotonic()
+            self.announce_long(stages[-1], now)
+            age = now - started
             early = self.informs and self._stall_s / 10 < age <= self._stall_s and hinted != stages[-1]
             if early and (late := self._describe_waits()):
                 hinted = stages[-1]

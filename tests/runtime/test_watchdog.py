@@ -40,9 +40,11 @@ def test_a_hang_ends_with_its_name_its_stack_and_code_42():
 
 
 _WAIT = """
-import time
-from podrl.runtime.watchdog import Watchdog
-watchdog = Watchdog(0.4)
+import time, types
+from podrl.runtime import watchdog as module
+ages = iter([0.0, 0.1, 0.5, 1.7])  # at the start of the stage, and whenever the watchdog looks
+module.time = types.SimpleNamespace(monotonic=lambda: next(ages))
+watchdog = module.Watchdog(0.4)
 watchdog.wait_sources += [lambda: "header/7 of rollout 1 (host 2), for 9 s", lambda: ""]
 watchdog.last_words = lambda: "Step 4 is saved in runs/x. Resume with: COMMAND"
 with watchdog.stage("rollout"):
