@@ -406,7 +406,7 @@ class Branches:
             why = branch.why or "history" if i else ""
             origin = {"piece": number, "why": why, "of": of, "shared": shared}
             branch.turns[0] = {**branch.turns[0], "branch": origin}
-        whole.paused = self._branches[-1].track.paused
+        whole.paused = pieces[-1][1].track.paused  # of the branch that ends the row
         self._join_routes(session, whole)
         return whole, piece_X, [turn for _, branch in pieces for turn in branch.turns]
 

@@ -264,7 +264,7 @@ def test_rows_do_not_depend_on_the_order_of_independent_conversations(play, tmp_
     one = found[0]
     assert one.piece_BT.max() == 2 and (one.mask_BT.sum(axis=1) > 15).all()
     for two in found[1:]:
-        for name in ("tokens_BT", "piece_BT", "mask_BT", "logprob_BT", "turn_reward_BT"):
+        for name in ("tokens_BT", "piece_BT", "mask_BT", "logprob_BT", "turn_reward_BT", "stop_B"):
             np.testing.assert_array_equal(getattr(one, name), getattr(two, name))
         for x, y in zip(one.episodes, two.episodes, strict=True):
             assert (x["turns"], x["metrics"]) == (y["turns"], y["metrics"])
