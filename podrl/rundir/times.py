@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import pathlib
+from collections.abc import Mapping
 
 from podrl.mappings import ConfigValues, LogRecord
 from podrl.storage.storage import write_whole
@@ -31,9 +32,11 @@ class StageTimes:
         import jax
 
         values = {name: value for name, value in config.items() if name not in _OTHER}
-        values["trainer"] = {k: v for k, v in config.get("trainer", {}).items() if k not in _OF_TRAINER}
+        if isinstance(trainer := config.get("trainer"), Mapping):
+            values["trainer"] = {k: v for k, v in trainer.items() if k not in _OF_TRAINER}
+        values = json.loads(json.dumps(values, default=str, skipkeys=True))  # keys that are no texts become sortable
         devices = [device.device_kind for device in jax.devices()]
-        text = json.dumps([values, jax.__version__, devices, jax.process_count()], sort_keys=True, default=str)
+        text = json.dumps([values, jax.__version__, devices, jax.process_count()], sort_keys=True)
         directory = os.environ.get("JAX_COMPILATION_CACHE_DIR", "")
         name = f"podrl-times-{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}.json"
         self._path = pathlib.Path(directory, name) if directory and "://" not in directory else None

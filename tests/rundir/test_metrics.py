@@ -125,6 +125,7 @@ def test_a_run_in_a_new_directory_knows_how_long_equal_programs_took(tmp_path, m
     assert expected() == {}
     assert expected() == expected(seed=1, trainer={"max_steps": 9, "remat": "full"}) == times
     assert expected(model={"path": "b"}) == expected(trainer={"max_steps": 3, "remat": "none"}) == {}
+    assert expected(trainer=None) == expected(model={1: "a", "b": 2}) == {}  # a script's configuration may be any
     for file in cache.glob("podrl-times-*"):
         file.write_text('{"start-up": ')
     assert expected() == {} and expected() == times
