@@ -211,7 +211,13 @@ def meshes(roles: RolesConfig, hosts: Hosts | None = None, *, split: bool = Fals
         mine, theirs = ([d for d in devices if d.process_index in which] for which in (hosts.trainer, hosts.rollout))
         return _of_clusters(roles, mine, theirs)
     if roles.colocated or len(devices) == 1:
-        return _of_devices(roles, devices, devices, scores=devices, values=devices, teaches=devices)
+        try:
+            return _of_devices(roles, devices, devices, scores=devices, values=devices, teaches=devices)
+        except ValueError as error:
+            if not roles.colocated:
+                raise
+            shared = "With roles.colocated=True every role has all devices; roles.colocated=False divides them."
+            raise ValueError(f"{error} {shared}") from None
     left, scores = _cut(devices, roles.reward, "reward", ROLLOUT)
     left, values = _cut(left, roles.critic, "critic", TRAINER)
     left, teaches = _cut(left, roles.teacher, "teacher", TRAINER)

@@ -60,6 +60,12 @@ def test_an_evaluation_host_has_the_mesh_of_a_rollout_host(monkeypatch):
     assert len(found.rollout.devices.flat) == 2
 
 
+def test_a_mesh_of_some_devices_is_refused_with_the_key_that_divides_them():
+    few = RolesConfig(RoleConfig("fsdp=2"), colocated=True)
+    with pytest.raises(ValueError, match=r"fsdp=2 needs 2 devices, .* roles\.colocated=False divides them\.$"):
+        meshes(few)
+
+
 def test_colocated_roles_may_lay_the_critic_out_otherwise():
     found = meshes(RolesConfig(critic=placement.AuxiliaryConfig("fsdp=2,tensor=4"), colocated=True))
     assert describe_mesh(found.critic) == "fsdp=2,tensor=4" and describe_mesh(found.trainer) == "fsdp=8"
