@@ -82,7 +82,10 @@ def own_words(tokenizer: Tokenizer) -> str:
     if not tokenizer.has_chat_template:
         return ""
     first, second = ({"role": "user", "content": f"Probe{i}"} for i in (1, 2))
-    before = tokenizer.apply_chat_template([first], tools=()).partition("Probe1")[0]
+    try:
+        before = tokenizer.apply_chat_template([first], tools=()).partition("Probe1")[0]
+    except ValueError:  # the template refuses a question without a system turn
+        return ""
     try:
         answer = {"role": "assistant", "content": "Answer~"}  # unlike an end of words of a template
         marks = tokenizer.apply_chat_template([first, answer, second], tools=()).partition("Probe2")[0]

@@ -59,6 +59,7 @@ def test_every_answer_of_the_real_gsm8k_is_a_number():
         ("{{ all }}", ""),
         ("{% for m in messages %}{% if m.role == 'user' %}[Q] {{ m.content }} [/Q]{% endif %}{% endfor %}", ""),
         ("{% if messages[1:] %}{{ raise_exception('one turn') }}{% endif %}{{ all }}", ""),
+        ("{% if messages[0].role != 'system' %}{{ raise_exception('no system turn') }}{% endif %}{{ all }}", ""),
     ],
 )
 def test_words_that_the_template_writes_by_itself_are_found_without_marks_of_turns(source, words, tmp_path):
