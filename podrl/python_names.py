@@ -66,7 +66,7 @@ _OF_JOBS = {"model": {"size"}, "roles": {*_ROLES, "eval", "colocated"}}
 _KEY = re.compile(
     r"python -m podrl\.\w+(?: --?\S+| [A-Z]\S*)*|\w+://\S+|(?<!\w)'[^'\n]*'|\"[^\"\n]*\""
     r"|(?<![\w./'\"-])(?P<flag>--config\.|--(?=workdir\b)|config\.)?(?P<key>[a-z_]+(?:\.[a-z]\w*)*)"
-    r"(?P<value>='[^']*'|=\.{0,2}[\w+/~-]+(?:[.:]+[\w+/~-]+)*)?"
+    r"(?P<value>='[^']*'|=\.{0,2}[\w+/~@%=-]+(?:[.:]+[\w+/~@%=-]+)*)?"
 )
 fields: dict[str, set[str]] = {}  # names of the keys of each group; `podrl.config.section` fills it
 _PASSED = ("podrl.python_names", "podrl.config", "dataclasses", "copy")  # modules whose frames do not count as callers

@@ -61,8 +61,8 @@ def test_words_that_are_no_keys_and_flags_of_commands_stay():
         assert in_python(text) == text
     said = "set ClusterConfig.role_to_mesh[Role.ACTOR] and RLTrainingConfig(checkpoint_root_directory=DIR)."
     assert in_python("set roles.trainer.mesh and --workdir=DIR.") == said
-    said = "RLTrainingConfig(checkpoint_root_directory=gs://b/r-1) is in use, and RLCluster(actor=../a.b): bad."
-    assert in_python("--workdir=gs://b/r-1 is in use, and model.path=../a.b: bad.") == said
+    said = "RLTrainingConfig(checkpoint_root_directory=gs://b/r-1/lr=3e-4) is in use, and RLCluster(actor=../a.b): bad."
+    assert in_python("--workdir=gs://b/r-1/lr=3e-4 is in use, and model.path=../a.b: bad.") == said
     assert in_python("harder data (data.path), or grpo.beta") == "harder data (train_ds), or GRPOConfig.beta"
     assert in_python("log.trace").startswith("log.trace. log.trace is a key of podrl.run; with a learner, pass train(")
     assert not in_python("log.trace").endswith(".")  # the finding that holds this text adds the full stop
