@@ -411,7 +411,10 @@ def _sampling(args: argparse.Namespace) -> Any:
     names = ("temperature", "top_p", "top_k", "min_p")
     own = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     own |= {"max_new": args.max_new, "stop_strings": tuple(args.stop)}
-    return preset(args.preset, **own) if args.preset else Sampling(**own)
+    try:
+        return preset(args.preset, **own) if args.preset else Sampling(**own)
+    except ValueError as error:  # the message names a configuration key, and this command has an option instead
+        raise ValueError(str(error).replace("rollout.", "--", 1)) from None
 
 
 def _tokenise(records: sources.Records, tokenizer: Any, args: argparse.Namespace) -> list[list[int]]:

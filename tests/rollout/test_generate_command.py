@@ -144,7 +144,8 @@ def test_other_prompts_to_the_same_model_need_no_other_programs():
 def test_impossible_arguments_are_named(tmp_path, capsys):
     prompts = write(tmp_path / "p.jsonl", '{"prompt": "a"}\n')
     arguments = [f"--model={TINY}", f"--prompts={prompts}", f"--out={tmp_path / 'o'}", "--mesh=data=8"]
-    for change, message in (("--n=0", "--n=0"), ("--temperature=-1", "temperature=-1"), ("--mesh=data=9", "--mesh")):
+    changes = {"--n=0": "--n=0", "--temperature=-1": "temperature=-1", "--mesh=data=9": "--mesh"}
+    for change, message in {**changes, "--top_p=3": "error: --top_p=3.0 must be"}.items():
         assert generate.main([*arguments, change]) == 1
         assert message in capsys.readouterr().err
     assert not (tmp_path / "o").exists()
