@@ -3,6 +3,7 @@
 import contextlib
 import fnmatch
 import functools
+import importlib
 import inspect
 import logging
 import re
@@ -89,7 +90,7 @@ def in_python(text: str, own: Mapping[str, str] = {}) -> str:
         value, (group, _, name) = found["value"] or "", key.partition(".")
         for of_class in classes if key not in _ARGUMENTS else own if value else ():
             rest = key.removeprefix(f"{of_class}.")
-            if rest != key and rest.partition(".")[0] in fields.get(of_class, ()):
+            if rest != key and rest.partition(".")[0] in _all_fields().get(of_class, ()):
                 return f"{classes[of_class]}.{rest}{value}"
         if key in _ARGUMENTS:
             function, argument = _ARGUMENTS[key]
@@ -99,7 +100,9 @@ def in_python(text: str, own: Mapping[str, str] = {}) -> str:
         if group == "roles" and name.removesuffix(".mesh") in _ROLES:
             return f"ClusterConfig.role_to_mesh[Role.{_ROLES[name.removesuffix('.mesh')]}]{value}"
         way = next((way for pattern, way in _WAYS.items() if fnmatch.fnmatchcase(key, pattern)), "")
-        if not way or (name and name.partition(".")[0] not in {*fields.get(group, ()), *_OF_JOBS.get(group, ())}):
+        if not way or (
+            name and name.partition(".")[0] not in {*_all_fields().get(group, ()), *_OF_JOBS.get(group, ())}
+        ):
             return found[0]
         ways[key] = way
         return key + value
@@ -109,6 +112,13 @@ def in_python(text: str, own: Mapping[str, str] = {}) -> str:
         return text
     more = " ".join(f"{key} is a key of podrl.run; with a learner, {way}." for key, way in ways.items())
     return f"{text} {more}" if text.endswith((".", "?")) else f"{text}. {more}".removesuffix(".")
+
+
+@functools.cache
+def _all_fields() -> dict[str, set[str]]:
+    """Returns `fields` after it has imported all settings, of which a script or podrl.doctor may have imported few."""
+    importlib.import_module("podrl.learner.learner")  # by name, because this module is below all others
+    return fields
 
 
 def from_outside() -> bool:

@@ -5,6 +5,8 @@ import importlib.util
 import inspect
 import logging
 import re
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -120,6 +122,22 @@ def test_errors_of_a_users_function_stay_and_no_filter_is_left():
     with pytest.raises(KeyError, match=r"^'grpo\.beta'$"):
         train()
     assert not logging.getLogger("podrl.newer_than_the_call").filters
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (
+            "podrl.RolloutConfig(lr=3)",
+            "RolloutConfig has no field lr: podrl's name for it is RLTrainingConfig.learning_",
+        ),
+        ("podrl.RLTrainingConfig(report_to='wandb')", "log.to is a key of podrl.run; with a learner"),
+        ("podrl.LoraConfig(loss_type='x')", "family use GRPOConfig.loss_agg_mode and GRPOConfig.policy_loss_fn;"),
+    ],
+)
+def test_names_do_not_depend_on_what_a_script_has_imported(code, words):
+    done = subprocess.run([sys.executable, "-c", f"import podrl\n{code}"], capture_output=True, text=True, check=False)
+    assert words in done.stderr
 
 
 def test_a_command_of_podrl_is_no_caller_from_outside():
