@@ -297,8 +297,8 @@ def _hosts(argv: Sequence[str], config: ConfigDict) -> tuple[str, str, str, str]
 
 def _start_pod(argv: Sequence[str], path: str, config: ConfigDict, processes: int) -> int:
     """Runs this same command in several processes of this machine."""
-    share, hosts = _share_of_devices(argv, config, processes), _hosts_of_pod(argv, config, processes)
     local_pod.check_memory(processes)
+    share, hosts = _share_of_devices(argv, config, processes), _hosts_of_pod(argv, config, processes)
     split = _splits(argv)
     own = ("--local_processes", "--fake_devices")
     passed = [arg for arg in argv[1:] if arg.partition("=")[0] not in own]
@@ -473,8 +473,8 @@ def _run(argv: Sequence[str], joined: list[Pod]) -> int:
     if processes > 1 and not leader and "PODRL_PLATFORM" not in os.environ:
         if not dry:
             return _start_pod(rest, path, config, processes)
-        share, hosts = _share_of_devices(rest, config, processes), _hosts_of_pod(rest, config, processes)
         local_pod.check_memory(processes)
+        share, hosts = _share_of_devices(rest, config, processes), _hosts_of_pod(rest, config, processes)
     elif processes == 1 and _splits(rest) and not leader and "PODRL_CHANNEL" not in os.environ:
         raise ValueError(
             "--local_processes=1 with --topology=split leaves no process that generates: start at least 2 processes."

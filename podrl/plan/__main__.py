@@ -86,6 +86,11 @@ def make_report(values: ConfigValues, *, log: Callable[[str], None] | None = Non
         )
     trainer, rollout = _topologies(_TRAINER.value or "", _ROLLOUT.value or "")
     job = parse(with_prompt_length(values))
+    if _ROLLOUT.value and job.roles.colocated:
+        raise ValueError(
+            f"--rollout={_ROLLOUT.value} gives the rollout chips of its own, but with roles.colocated=True it shares "
+            "the trainer's: leave out --rollout, or set --config.roles.colocated=False."
+        )
     for name, shared in (("critic", "trainer"), ("teacher", "trainer"), ("reward", "rollout")):
         model = getattr(job.roles, name)
         if model.mesh != shared:

@@ -150,6 +150,9 @@ PLAN = {
     "no slices": plan("--trainer=v5e:2x4*0", ["--trainer='v5e:2x4*0'"]),
     "too many slices": plan("--trainer=v5e:2x4*999999999", ["--trainer='v5e:2x4*999999999'"]),
     "rollout nonsense": plan(["--trainer=v5e:2x4", "--rollout=moon"], ["--rollout='moon'", "v5e:2x4"]),
+    "rollout of a colocated job": plan(
+        ["--trainer=v5e:2x4", "--rollout=v5e:2x4"], ["--rollout=v5e:2x4", "roles.colocated=False"]
+    ),
     "mesh too large": plan(
         ["--trainer=v5e:2x4", "--config.roles.trainer.mesh=fsdp=64"], ["roles.trainer.mesh", "fsdp=64", "8"]
     ),

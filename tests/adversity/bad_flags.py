@@ -18,7 +18,7 @@ SMALL = (
     "--config.log.to=()",
     "--config.trainer.eval_every_n_steps=0",
 )
-BASE = ("--config=grpo_gemma.py", *SMALL)
+BASE = ("--config=grpo_gemma.py", "--config.fake_devices=8", "--config.roles.colocated=False", *SMALL)
 
 
 def launch(args, words, **files) -> Bad:

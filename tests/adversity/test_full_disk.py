@@ -137,7 +137,9 @@ def test_a_run_directory_that_cannot_be_written_gets_one_sentence(disk, trouble)
     else:
         assert _mount("-o remount,ro", disk)
     for place in (workdir, disk / "new"):
-        with pytest.raises(ValueError, match=f"--workdir=.* cannot be a run directory.*{trouble}") as caught:
+        with pytest.raises(
+            ValueError, match=f"checkpoint_root_directory=.* cannot be a run directory.*{trouble}"
+        ) as caught:
             Run(place, config={"seed": 1})
         assert "\n" not in str(caught.value)
 

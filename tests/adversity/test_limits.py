@@ -115,7 +115,7 @@ except BlockingIOError:
 
 
 def test_the_jobs_secret_cannot_be_asked_for():
-    with pytest.raises(ValueError, match=r"limits\.environment names PODRL_SECRET, which no code of users may see"):
+    with pytest.raises(ValueError, match=r"Limits\.environment names PODRL_SECRET, which no code of users may see"):
         Limits(environment=("PODRL_SECRET",))
     assert all(map(is_secret, SECRETS)) and not any(map(is_secret, HARMLESS))
 

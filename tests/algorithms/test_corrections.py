@@ -163,7 +163,7 @@ def test_value_loss_by_hand_with_junk_under_the_mask():
     h = 1e-6
     sides = [float(total(value_BT.at[0, 0].add(step))[0].total) for step in (h, -h)]
     np.testing.assert_allclose((sides[0] - sides[1]) / (2 * h), 1.0, rtol=1e-7)
-    with pytest.raises(ValueError, match=r"^PPOConfig\.clip_range_value=0"):
+    with pytest.raises(ValueError, match=r"^ppo\.clip_range_value=0"):
         value_loss(value_BT, rows, clip_range=0.0)
 
 

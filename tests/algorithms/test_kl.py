@@ -118,5 +118,5 @@ def test_adaptive_coefficient_moves_towards_the_target_and_is_bounded():
 
 
 def test_unknown_estimator_names_the_key():
-    with pytest.raises(ValueError, match=r"^PPOConfig\.kl_method='k4' .* low_var_kl"):
+    with pytest.raises(ValueError, match=r"^ppo\.kl_method='k4' .* low_var_kl"):
         kl.canonical_mode("k4", key="ppo.kl_method")

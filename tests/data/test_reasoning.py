@@ -112,7 +112,7 @@ def test_what_the_package_refuses_is_named():
 def test_settings_that_contradict_are_refused():
     with pytest.raises(ValueError, match="only reasoning_gym:NAME does"):
         DataConfig("sums", arguments={"a": 1})
-    with pytest.raises(ValueError, match=r"set data\.seed and data\.size instead"):
+    with pytest.raises(ValueError, match=r"set data_shuffle_seed and DataConfig\.size instead"):
         DataConfig(SUMS.path, arguments={"seed": 1})
 
 

@@ -165,7 +165,7 @@ def test_bad_records_are_named(tokenizer, tmp_path, row):
 
 
 def test_bad_configurations():
-    with pytest.raises(ValueError, match=r"sft\.batch_size=0"):
+    with pytest.raises(ValueError, match=r"SFTConfig\.batch_size=0"):
         SFTConfig(batch_size=0)
-    with pytest.raises(ValueError, match=r"sft\.tagged_share=1\.5"):
+    with pytest.raises(ValueError, match=r"SFTConfig\.tagged_share=1\.5"):
         SFTConfig(tagged_share=1.5)

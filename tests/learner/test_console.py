@@ -39,7 +39,7 @@ def test_the_live_bar_shows_what_was_given(text):
 def test_every_console_is_made_without_markup():
     """A console that rich makes by default, its `print` and its markup would interpret users' text."""
     package = pathlib.Path(podrl.__file__).parent
-    made = re.compile(r"\bConsole\(|from_markup|markup=True|rich\.print|from rich import print")
+    made = re.compile(r"\bConsole\(|(?<!class )\b_Console\(|from_markup|markup=True|rich\.print|from rich import print")
     found = [
         f"{path.relative_to(package)}:{number}"
         for path in sorted(package.rglob("*.py"))

@@ -77,7 +77,9 @@ def test_a_step_is_trained_when_an_evaluation_beside_it_fails():
 @pytest.mark.parametrize("step", [0, 2, 4])
 def test_the_last_evaluation_is_told_once_in_the_table(step):
     watchdog = types.SimpleNamespace(stage=lambda name: contextlib.nullcontext(), take_spent=dict)
-    run: Any = types.SimpleNamespace(config={}, watchdog=watchdog, spans=Spans(), metrics=None, workdir="runs/x")
+    run: Any = types.SimpleNamespace(
+        config={}, watchdog=watchdog, spans=Spans(), metrics=None, workdir="runs/x", times=None
+    )
     run.console, run.push = types.SimpleNamespace(print=(said := []).append), lambda wait: None
     nothing: Any = types.SimpleNamespace()
     evaluation = {"eval/greedy_answer": 0.25, "eval/greedy_format": 0.5, "eval/greedy_reward": 1.5, "eval/records": 8.0}

@@ -132,7 +132,14 @@ def test_programs_of_a_job_on_gpus_are_counted_on_cpu_devices_and_marked_so(gpus
 
 @pytest.mark.parametrize(("trainer", "rollout"), [("h100:2", "h100:2"), ("h100:2", "h100:1"), ("l4:1", "l4:3")])
 def test_a_job_on_gpus_is_planned_by_the_command(trainer, rollout):
-    command = [sys.executable, "-m", "podrl.plan", "--config=grpo_gemma.py", "--quick"]
+    command = [
+        sys.executable,
+        "-m",
+        "podrl.plan",
+        "--config=grpo_gemma.py",
+        "--config.roles.colocated=False",
+        "--quick",
+    ]
     command += [f"--trainer={trainer}", f"--rollout={rollout}"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "XLA_FLAGS": ""})
     assert done.returncode == 0, done.stderr[-2000:]
@@ -373,7 +380,7 @@ def test_what_is_printed_of_a_plan_that_does_not_fit():
 
 def _plan(*flags: str) -> subprocess.CompletedProcess:
     env = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
-    command = [sys.executable, "-m", "podrl.plan", "--config=grpo_gemma.py", *flags]
+    command = [sys.executable, "-m", "podrl.plan", "--config=grpo_gemma.py", "--config.roles.colocated=False", *flags]
     return subprocess.run(command, capture_output=True, text=True, env=env, timeout=600, check=False)
 
 
@@ -441,6 +448,7 @@ def _setting(monkeypatch: pytest.MonkeyPatch, topology: str, **changes: dict) ->
         monkeypatch.setenv(name, value)
     chips = parse_topology(topology, key="--trainer")
     config = launch.load_config(launch.find_config("grpo_gemma.py")).to_dict()
+    config["roles"]["colocated"] = False
     for section, values in changes.items():
         config[section] |= values
     job = parse(with_prompt_length(ConfigDict(complete(config)).to_dict()))
@@ -492,7 +500,8 @@ def test_what_a_search_prints_is_what_the_launcher_takes(monkeypatch: pytest.Mon
     found = list(_trainer_candidates(setting))[-1].variants[-1].setting
     printed = [f"--config.{key}" for key in differences(setting, found)]
     assert "--config.trainer.train_micro_batch_size=None" in printed and len(printed) >= 3
-    given = ["--config=grpo_gemma.py", "--config.trainer.train_micro_batch_size=2", "--fake_devices=16", *printed]
+    given = ["--config=grpo_gemma.py", "--config.trainer.train_micro_batch_size=2", "--config.roles.colocated=False"]
+    given += ["--fake_devices=16", *printed]
     command = [sys.executable, "-m", "podrl.launch", "--dry_run", "--all_settings", *given]
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=300, check=False)
     assert done.returncode == 0, done.stderr

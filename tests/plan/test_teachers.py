@@ -45,6 +45,7 @@ def _setting(
     config = launch.load_config(launch.find_config("grpo_gemma.py")).to_dict()
     config["grpo"] |= grpo | {"beta": 0.0}
     config["trainer"] |= {"offload": offload}
+    config["roles"] |= {"colocated": False}
     if teacher is not None:
         config["algorithm"] = "opd"
         config["model"]["reference"] = str(teacher)
