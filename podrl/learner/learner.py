@@ -285,7 +285,8 @@ class SampleLearner(SavedByRun):
           eval_ds: list of held-out prompts, or of batches of them, as in `train_ds`. Their rewards are measured every
             `training_config.eval_every_n_steps` updates, with greedy and with sampled completions.
           prompts_per_step: P, the number of prompts of a step, if `train_ds` is a list; by default the size of its
-            batches, or 8. A stream has its own number: it yields P times `config.prompt_batches` prompts at a time.
+            batches, or RolloutConfig.prompts_per_step. A stream has its own number: it yields P times
+            `config.prompt_batches` prompts at a time.
           evaluator: function (policy, step) -> (metrics, samples to show) that scores the policy; excludes `eval_ds`.
             To score with this learner's reward functions, pass a podrl.learner.evaluate.Evaluator made with
             `rewards=learner.rewards_of`.
@@ -320,7 +321,8 @@ class SampleLearner(SavedByRun):
                     f"{plural(size, 'prompt')} each: leave prompts_per_step out, or give a list of records."
                 )
             templated = any(isinstance(item, Mapping) and not isinstance(item.get("prompt"), str) for item in items)
-            size = (size or prompts_per_step or 8) * self.config.prompt_batches
+            configured = self.cluster.config.rollout().prompts_per_step
+            size = (size or prompts_per_step or configured) * self.config.prompt_batches
             train_ds = self._listed(items, size, shuffle_seed=self._shuffle_seed)
         held_out: Sequence[tuple[str, TaskFields]] = ()
         if eval_ds is not None:

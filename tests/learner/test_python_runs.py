@@ -17,14 +17,28 @@ def digits(prompts, completions, **fields):
     return [float(any(letter.isdigit() for letter in text)) for text in completions]
 
 
-def cluster_of(root, steps):
+def cluster_of(root, steps, **sampling):
     """Makes a cluster of the tiny model on one device. Its runs write files to `root`; None writes no files."""
     mesh = podrl.make_mesh("data=1", jax.devices()[:1])
     training = podrl.RLTrainingConfig(max_steps=steps, eval_every_n_steps=0, checkpoint_root_directory=root)
-    rollout = podrl.RolloutConfig(max_tokens_to_generate=8, max_prompt_length=64, lanes=16)
+    rollout = podrl.RolloutConfig(max_tokens_to_generate=8, max_prompt_length=64, lanes=16, **sampling)
     roles = {podrl.Role.ACTOR: mesh, podrl.Role.ROLLOUT: mesh}
     settings = podrl.ClusterConfig(role_to_mesh=roles, training_config=training, rollout_config=rollout)
     return podrl.RLCluster(actor=str(podrl.TINY), cluster_config=settings, lora={"rank": 2, "pattern": "q"})
+
+
+def test_a_list_is_cut_into_steps_as_the_rollout_settings_say(monkeypatch):
+    cluster = cluster_of(None, 1, prompts_per_step=3)
+    learner = podrl.GRPOLearner(cluster, podrl.GRPOConfig(num_generations=2, beta=0.0), reward_fns=length)
+
+    def listed(items, size, *, shuffle_seed):
+        raise LookupError(size)
+
+    monkeypatch.setattr(learner, "_listed", listed)
+    for given, size in (({}, 3), ({"prompts_per_step": 2}, 2)):
+        with pytest.raises(LookupError) as caught:
+            learner.train(["Say."] * 6, **given)
+        assert caught.value.args == (size,)
 
 
 @pytest.mark.nightly("podrl/learner/learner.py", "podrl/rundir/run.py")
