@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -412,7 +413,7 @@ class SampleLearner(SavedByRun):
         return evaluator, [(f"Held-out {place[0].lower()}{place[1:]}", fields) for place, fields in stream.listed]
 
     def _check_fields(self, rewards: Rewards, records: Sequence[tuple[str, TaskFields]]) -> None:
-        """Refuses records that lack a field that a reward function takes, and functions with other arguments."""
+        """Refuses records that lack a field that a reward function takes, and functions that cannot be called so."""
         of_episodes = dict.fromkeys(EPISODE_FIELDS if self._environment.used else (), "")
         everywhere = set(of_episodes).union(*(fields for _, fields in records))
         by_functions: dict[tuple[str, ...], list[tuple[str, TaskFields]]] = {}
@@ -421,6 +422,17 @@ class SampleLearner(SavedByRun):
             by_functions.setdefault(own, []).append((place, {**of_episodes, **fields}))
         for own, some in by_functions.items():
             rewards.check_fields(some, own, everywhere)
+        fields = dict.fromkeys(set[str]().union(*(fields for _, fields in records)))
+        for fn in self._metric_fns:
+            try:
+                inspect.signature(fn).bind([], [], [], **fields)
+            except ValueError:
+                continue  # Python cannot tell the arguments of some built-in functions
+            except TypeError as error:
+                raise ValueError(
+                    f"metric_fns: {getattr(fn, '__name__', fn)} must take prompts, completions and rewards, and the "
+                    f"fields of the records by name ({', '.join(sorted(fields))}): {error}."
+                ) from None
 
     @speaks_python
     def rewards_of(self, rollouts: Rollouts) -> dict[str, np.ndarray]:

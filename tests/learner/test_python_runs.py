@@ -41,6 +41,16 @@ def test_a_list_is_cut_into_steps_as_the_rollout_settings_say(monkeypatch):
         assert caught.value.args == (size,)
 
 
+@pytest.mark.parametrize("metric", [lambda prompts, completions: {}, lambda prompts, completions, rewards, hint: {}])
+def test_a_metric_function_that_cannot_be_called_is_refused_before_anything_is_sampled(metric, monkeypatch):
+    cluster = cluster_of(None, 1)
+    monkeypatch.setattr(cluster, "generate", None)
+    config = podrl.GRPOConfig(num_generations=2, beta=0.0)
+    learner = podrl.GRPOLearner(cluster, config, reward_fns=length, metric_fns=[metric])
+    with pytest.raises(ValueError, match=r"metric_fns: <lambda> must take .* fields of the records by name \(.*answer"):
+        learner.train([{"prompt": "Tom has 3 apples.", "answer": "3"}])
+
+
 @pytest.mark.nightly("podrl/learner/learner.py", "podrl/rundir/run.py")
 def test_a_second_call_without_files_is_refused():
     learner = podrl.GRPOLearner(cluster_of(None, 1), podrl.GRPOConfig(num_generations=2, beta=0.0), reward_fns=length)
