@@ -35,9 +35,9 @@ def test_a_list_is_cut_into_steps_as_the_rollout_settings_say(monkeypatch):
         raise LookupError(size)
 
     monkeypatch.setattr(learner, "_listed", listed)
-    for given, size in (({}, 3), ({"prompts_per_step": 2}, 2)):
+    for given, size in ((None, 3), (2, 2)):
         with pytest.raises(LookupError) as caught:
-            learner.train(["Say."] * 6, **given)
+            learner.train(["Say."] * 6, prompts_per_step=given)
         assert caught.value.args == (size,)
 
 
