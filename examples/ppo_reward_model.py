@@ -2,8 +2,7 @@
 
     python examples/ppo_reward_model.py [DIR]
 
-Without DIR the reward model is podrl's small model with a random head, whose rewards teach nothing. A second reward is
-the built-in function 'answer'.
+Without DIR the reward model has a random head, whose rewards teach nothing. The function 'answer' rewards, too.
 """
 
 import json

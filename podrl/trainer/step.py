@@ -376,7 +376,7 @@ def _gather_once(params: PyTree, placed: PyTree, mesh: Mesh) -> PyTree:
     """Gathers the parameters of a small model over fsdp, so that not every micro-batch has to gather them again.
 
     A model is small if its parameters have at most `_SMALL_BYTES`: each device then holds a copy of them during the
-    update. Larger parameters are returned unchanged. The numbers are the same in both cases.
+    update. Larger parameters are returned unchanged. The update is the same up to rounding.
 
     Args:
       params: trainable parameters.

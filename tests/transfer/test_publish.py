@@ -113,7 +113,7 @@ def test_wrong_version_and_wrong_tree():
     second = publisher.publish(changed, 2)
     with pytest.raises(WeightMismatchError, match=r"Version 2 arrived changed .*\['norm'\]"):
         publisher.verify(Policy(params=first.params, version=2))
-    with pytest.raises(WeightMismatchError, match="carries version 9, published versions are 1, 2"):
+    with pytest.raises(WeightMismatchError, match="has version 9, but the published versions are 1, 2"):
         publisher.verify(Policy(params=second.params, version=9))
     with pytest.raises(ValueError, match="structure"):
         publisher.publish({"embed": params["embed"]}, 3)
