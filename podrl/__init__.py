@@ -114,6 +114,7 @@ def _instead(name: str) -> str:
         return f": {learner}.train(records) trains so{of}."
     if method in ("", "TRAIN", "FIT"):
         return ": podrl.GRPOLearner(...).train(records) trains on records, and podrl.run(FILE) as a file says."
+    # An import of a submodule by name asks here first, so this function can import nothing of podrl.
     near = difflib.get_close_matches(name, __all__, n=1, cutoff=0.7)
     return f". Did you mean {near[0]!r}?" if near else f": it has {', '.join(__all__)}."
 

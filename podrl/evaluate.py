@@ -40,7 +40,7 @@ from podrl.rewards.compose import RewardConfig, RewardError, Rewards, without_ou
 from podrl.rewards.reference import accuracies, majority, pass_at_k
 from podrl.rundir import intervals
 from podrl.rundir.console import make_console, print_table
-from podrl.runtime.arguments import Parser, as_sentence
+from podrl.runtime.arguments import Parser, as_sentence, write_line
 from podrl.runtime.watchdog import announce_if_long
 from podrl.storage.regular import load_object
 from podrl.storage.storage import StorageError, locate
@@ -102,13 +102,13 @@ def main(argv: Sequence[str]) -> int:
             fields = {name: getattr(args, name) or value for name, value in fields_of_run(args.model).items()}
             rest = [*rest, f"--question_field={fields['question_field']}"]
             score = Scoring(rewards, config, args.right, args.n, acts=acts, **fields)
-            with announce_if_long("Reading the sets", _report):
+            with announce_if_long("Reading the sets", write_line):
                 records = {name: score.read(path) for name, path in sets.items()}
             if not any(arg.partition("=")[0] == "--stop" for arg in rest):
                 rest += [f"--stop={text}" for text in stop_strings(models.values())]
             found = {name: _scored(name, path, sets, records, args, rest, score) for name, path in models.items()}
     except (ValueError, OSError, ImportError, RewardError, StorageError) as error:
-        _report(f"podrl.evaluate: error: {as_sentence(error)}")
+        write_line(f"podrl.evaluate: error: {as_sentence(error)}")
         return 1
     result: dict[str, object] = {"models": models, "arguments": list(argv)}
     result |= {name: {one: _summaries(*scores) for one, scores in by_set.items()} for name, by_set in found.items()}
@@ -117,10 +117,6 @@ def main(argv: Sequence[str]) -> int:
     (args.out / "result.json").write_text(json.dumps(result, indent=1) + "\n")
     _print(result, models, sets)
     return 0
-
-
-def _report(line: str) -> None:
-    sys.stderr.write(line + "\n")
 
 
 def summary(scores: Scores) -> dict[str, dict[str, float]]:
@@ -279,7 +275,7 @@ def _scored(
         # Reads bytes, because str.splitlines would also cut at characters such as U+2028 within a text.
         lines = map(json.loads, out.read_bytes().splitlines())
         outputs = [{**own, "completions": line["completions"]} for own, line in zip(records[one], lines, strict=True)]
-        with announce_if_long(f"Scoring the completions of {one}", _report):
+        with announce_if_long(f"Scoring the completions of {one}", write_line):
             scores = score(outputs)
         found[one] = (scores, [str(record.get(args.by, "")) for record in outputs])
     return found
@@ -325,7 +321,7 @@ def model_directory(name: str, path: str, out: pathlib.Path) -> str:
         return path
     from podrl.export import export_params, load_run
 
-    with announce_if_long(f"Exporting the newest checkpoint of {path}", _report):
+    with announce_if_long(f"Exporting the newest checkpoint of {path}", write_line):
         run, step, params = load_run(locate(path))
         target = out / f"{name}-step{step}"
         if not (target / "config.json").exists():

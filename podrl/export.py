@@ -39,7 +39,7 @@ from podrl.models.config import LoraConfig, ModelConfig
 from podrl.models.hf_config import config_to_hf, read_config
 from podrl.rundir import identity
 from podrl.rundir.card import card
-from podrl.runtime.arguments import Parser, as_sentence
+from podrl.runtime.arguments import Parser, as_sentence, write_line
 from podrl.runtime.watchdog import announce_if_long
 from podrl.storage import hub
 from podrl.storage.record import CheckpointRecord
@@ -259,10 +259,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _report(line: str) -> None:
-    sys.stderr.write(line + "\n")
-
-
 def main(argv: Sequence[str] | None = None) -> str:
     """Exports as the command line says, and returns one line that describes the export.
 
@@ -274,11 +270,11 @@ def main(argv: Sequence[str] | None = None) -> str:
         check(args.workdir, "--workdir")
         if is_remote(args.out):
             raise ValueError(f"--out={args.out}: give a local directory, then copy it to the bucket.")
-        with announce_if_long(f"Reading {args.workdir}", _report):
+        with announce_if_long(f"Reading {args.workdir}", write_line):
             run, step, params = load_run(locate(args.workdir), args.step)
         dtype = jnp.dtype(args.dtype)
         out = pathlib.Path(args.out)
-        with announce_if_long(f"Writing {out}", _report):
+        with announce_if_long(f"Writing {out}", write_line):
             if args.adapter:
                 peft_files.save_adapters(out, run.config, params, base=str(run.base), dtype=dtype)
             else:

@@ -29,7 +29,14 @@ from podrl.data import shape, sources
 from podrl.environments import config as env
 from podrl.mappings import JsonObject, Record
 from podrl.runtime import environment, signals
-from podrl.runtime.arguments import Parser, add_device_options, add_history_option, as_sentence, check_numbers
+from podrl.runtime.arguments import (
+    Parser,
+    add_device_options,
+    add_history_option,
+    as_sentence,
+    check_numbers,
+    write_line,
+)
 from podrl.runtime.watchdog import announce_if_long
 from podrl.storage import hub, storage
 from podrl.storage.regular import load_object
@@ -131,20 +138,16 @@ def main(argv: Sequence[str]) -> int:
     try:
         return _generate(args)
     except (ValueError, OSError, ImportError, StorageError) as error:
-        _report(f"podrl.generate: error: {as_sentence(error)}")
+        write_line(f"podrl.generate: error: {as_sentence(error)}")
         return 1
-
-
-def _report(line: str) -> None:
-    sys.stderr.write(line + "\n")
 
 
 def _generate(args: argparse.Namespace) -> int:
     args.model = pathlib.Path(hub.local(args.model))
     _check(args)
-    with announce_if_long(f"Reading {args.prompts}", _report):
+    with announce_if_long(f"Reading {args.prompts}", write_line):
         records = read_prompts(args.prompts, _prompt_settings(args)["question_field"])
-    with announce_if_long("Loading modules", _report):
+    with announce_if_long("Loading modules", write_line):
         import jax
         import jax.numpy as jnp
 
@@ -162,14 +165,16 @@ def _generate(args: argparse.Namespace) -> int:
     dtype = jnp.dtype(args.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16"))
     environment = _environment(args)
     tokenizer = Tokenizer.load(args.model, tools=offered_tools(environment, Limits()))
-    with announce_if_long("Tokenising the prompts", _report):
+    with announce_if_long("Tokenising the prompts", write_line):
         rows = _tokenise(records, tokenizer, args)
     output = OutputFile(args.out, _settings(args, records, tokenizer.tools_digest), args.n)
     left = [index for index in range(len(records)) if index not in output.done]
     if output.done:
-        _report(f"{output.partial} holds {len(output.done)} of {plural(len(records), 'prompt')}; going on from there.")
+        write_line(
+            f"{output.partial} holds {len(output.done)} of {plural(len(records), 'prompt')}; going on from there."
+        )
     if left:
-        with announce_if_long(f"Reading the weights in {args.model}", _report):
+        with announce_if_long(f"Reading the weights in {args.model}", write_line):
             model, params = hf_load.load(args.model, mesh, dtype)
         longest, new = max(map(len, rows)), args.max_response or args.max_new
         check_vocab(model, tokenizer.vocab_size)
@@ -184,13 +189,13 @@ def _generate(args: argparse.Namespace) -> int:
         )
         tokenizer_settings = {"pad_id": tokenizer.pad_id, "eos_ids": tokenizer.eos_ids, "decode": tokenizer.decode}
         worker = RolloutWorker(model, mesh, config, seed=args.seed, **tokenizer_settings)
-        worker.warm_up(params, _report)
+        worker.warm_up(params, write_line)
         prompts = _prompts(rows, left, records, tokenizer)
         with _env_client(environment, tokenizer) as worker.env_client:
             request = {"group_size": args.n, "step": 0, "sampling": sampling, "mode": "eval"}
             _write(worker.stream(Policy(params, 0), prompts, **request), records, left, output)
         stats = worker.stats
-        _report(f"{stats.tokens} tokens in {stats.seconds:.1f} s ({stats.tokens / stats.seconds:.0f} tokens/s)")
+        write_line(f"{stats.tokens} tokens in {stats.seconds:.1f} s ({stats.tokens / stats.seconds:.0f} tokens/s)")
     output.finish()
     return 0
 
@@ -364,7 +369,7 @@ class OutputFile:
             if digest == _digest(rest):
                 self.done[int(index)] = (offset + len(line) - len(record), len(record) + 1)
             else:
-                _report(
+                write_line(
                     f"Line {number} of {self.partial} is damaged, or of another version: its prompt is generated again."
                 )
             offset += len(line) + 1

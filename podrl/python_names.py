@@ -1,4 +1,4 @@
-"""Says keys of the configuration by their Python names to callers outside podrl, who have no configuration."""
+"""Replaces keys of the configuration in messages by the Python arguments that set them, for users of learners."""
 
 import contextlib
 import fnmatch

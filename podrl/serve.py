@@ -26,7 +26,14 @@ from podrl.environments.config import Parser as CallParser
 from podrl.environments.front import Front, FrontSettings, check_packages
 from podrl.environments.wire.requests import Answer, AnswerPart, ParsedRequest, RefusedRequest
 from podrl.runtime import environment, signals
-from podrl.runtime.arguments import Parser, add_device_options, add_history_option, as_sentence, check_numbers
+from podrl.runtime.arguments import (
+    Parser,
+    add_device_options,
+    add_history_option,
+    as_sentence,
+    check_numbers,
+    write_line,
+)
 from podrl.runtime.service import ServiceError
 from podrl.runtime.watchdog import announce_if_long
 from podrl.storage import hub
@@ -87,12 +94,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         return _serve(args)
     except (ValueError, OSError, ImportError, StorageError, ServiceError) as error:
-        _write_line(f"podrl.serve: error: {as_sentence(error)}")
+        write_line(f"podrl.serve: error: {as_sentence(error)}")
         return 1
-
-
-def _write_line(line: str) -> None:
-    sys.stderr.write(line + "\n")
 
 
 def _serve(args: argparse.Namespace) -> int:
@@ -312,7 +315,7 @@ def _load(args: argparse.Namespace, devices: Sequence[Any] | None = None) -> tup
 
     mesh = make_decoding_mesh(args.mesh, devices or jax.local_devices(), key="--mesh")
     dtype = jnp.dtype(args.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16"))
-    with announce_if_long(f"Reading the weights in {args.model}", _write_line):
+    with announce_if_long(f"Reading the weights in {args.model}", write_line):
         model, params, directory = _load_model(args.model, mesh, dtype)
     tokenizer = Tokenizer.load(directory)
     check_vocab(model, tokenizer.vocab_size)
@@ -324,7 +327,7 @@ def _load(args: argparse.Namespace, devices: Sequence[Any] | None = None) -> tup
     )
     tokens = {"pad_id": tokenizer.pad_id, "eos_ids": tokenizer.eos_ids, "decode": tokenizer.decode}
     worker = RolloutWorker(model, mesh, config, seed=args.seed, **tokens)
-    worker.warm_up(params, _write_line)
+    worker.warm_up(params, write_line)
     defaults = {"sampling": _sampling(args), "seed": args.seed}
     return Serving(worker, Policy(params, 0), tokenizer, parser=args.parser, history=args.history, **defaults), context
 

@@ -413,7 +413,7 @@ class SampleLearner(SavedByRun):
         return evaluator, [(f"Held-out {place[0].lower()}{place[1:]}", fields) for place, fields in stream.listed]
 
     def _check_fields(self, rewards: Rewards, records: Sequence[tuple[str, TaskFields]]) -> None:
-        """Refuses records that lack a field that a reward function takes, and functions that cannot be called so."""
+        """Refuses records without a field that a reward function takes, and functions that podrl cannot call."""
         of_episodes = dict.fromkeys(EPISODE_FIELDS if self._environment.used else (), "")
         everywhere = set(of_episodes).union(*(fields for _, fields in records))
         by_functions: dict[tuple[str, ...], list[tuple[str, TaskFields]]] = {}

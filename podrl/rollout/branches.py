@@ -518,14 +518,14 @@ class Branches:
         return tokens - len(self._prompt) * any(map(self._begins, self._branches))
 
     def _begins(self, branch: _Branch) -> bool:
-        """Returns True if a branch begins with the data's prompt, whose own array `add_request` gives it."""
+        """Returns True if a branch begins with the data's prompt: its track then has the prompt's own array."""
         return branch.track.prompt is self._prompt
 
     def _pieces(self) -> list[tuple[int, _Branch]]:
         """Lists (number of the piece, branch) in the order of the row.
 
         A branch that begins with the data's prompt comes first, and shorter opening requests come before longer ones.
-        The order is thus one of the requests' tokens, and equal requests keep their order of arrival.
+        The order depends on the tokens of these requests alone; equal requests keep their order of arrival.
         """
 
         def place(branch: _Branch) -> tuple[bool, int, Sequence[int]]:

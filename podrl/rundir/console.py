@@ -25,7 +25,7 @@ _LAST = 10  # number of steps over which a mean is taken
 
 
 class _Console(rich.console.Console):
-    """A console that names the present user's settings in the lines that it prints."""
+    """A console whose lines name Python arguments in place of keys while a call of a learner's user is in progress."""
 
     def print(self, *objects: Any, **options: Any) -> None:
         super().print(*(python_names.line(one) if isinstance(one, str) else one for one in objects), **options)

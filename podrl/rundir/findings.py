@@ -48,9 +48,7 @@ class Examination:
     def __init__(self, config: ConfigValues):
         """Begins an examination of a run; `config` is the content of its config.json."""
         self._past = Past(config)
-        self._python = (
-            "trainer" in config and "data" not in config
-        )  # True for the run of a learner, which has no data.*
+        self._python = "trainer" in config and "data" not in config  # the run of a learner, which has no data.*
         self._open = list(CHECKS)
 
     def see(self, record: LogRecord) -> list[Finding]:

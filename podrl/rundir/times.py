@@ -50,7 +50,7 @@ class StageTimes:
         return {}
 
     def see(self, record: LogRecord) -> None:
-        """Writes the seconds of stages that a record of metrics is the first of this run to hold."""
+        """Writes the seconds of each stage from the first record of metrics of this run that has them."""
         found = {name: record[f"time/{name}"] for name in self._missing if f"time/{name}" in record}
         self._missing -= {*found}
         if found and self._path is not None:

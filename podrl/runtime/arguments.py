@@ -5,6 +5,7 @@ A wrong argument ends a command with one sentence and exit code 1.
 
 import argparse
 import math
+import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -17,6 +18,11 @@ def as_sentence(error: object) -> str:
     """Writes an error as a sentence: adds the full stop that texts of other libraries often lack."""
     text = str(error).rstrip()
     return text if text.endswith((".", "?", "!")) else f"{text}."
+
+
+def write_line(line: str) -> None:
+    """Writes a line to standard error, as commands do with progress and errors."""
+    sys.stderr.write(line + "\n")
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):

@@ -1,4 +1,4 @@
-"""Says whether a run goes on, has ended or has died: by its summary, its lock, and the age of its newest record."""
+"""Tells from a run's summary, lock and newest record whether the run is running, finished, stopped, dead or silent."""
 
 import time
 from typing import Any

@@ -76,12 +76,14 @@ def test_a_reward_function_that_gives_no_rewards_is_found(body, message, tmp_pat
 @pytest.mark.parametrize(
     ("body", "deadline_s", "said"),
     [
-        ("time.sleep(1000)", 0.5, r"it did not return within reward\.deadline_s=0\.5\."),
+        ("threading.Event().wait()", 0.5, r"it did not return within reward\.deadline_s=0\.5\."),
         ("os._exit(3)", 300.0, "its worker ended"),
     ],
 )
 def test_a_dry_run_warns_of_a_reward_function_that_does_not_answer(body, deadline_s, said, tmp_path, caplog):
-    (tmp_path / "mine.py").write_text(f"import os, time\ndef scored(prompts, completions, **fields):\n    {body}\n")
+    (tmp_path / "mine.py").write_text(
+        f"import os, threading\ndef scored(prompts, completions, **fields):\n    {body}\n"
+    )
     fns = (f"{tmp_path}/mine.py:scored", "number")
     made = values(data=records(tmp_path), reward={"fns": fns, "deadline_s": deadline_s})
     assert job.dry_run(made, "runs/x") == EXIT_DONE
