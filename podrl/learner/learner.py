@@ -363,6 +363,8 @@ class SampleLearner(SavedByRun):
                 rewards.check_answers(train_ds.unanswered)
                 for prompts_read in filter(None, (train_ds.listed, held_out)):
                     self._check_fields(rewards, prompts_read)
+                if train_ds.listed:
+                    self._check_metric_fns(train_ds.listed)
                 run.watchdog.wait_sources.append(rewards.describe_waits)
                 self._generate = Generator(self.cluster, rewards, self.config, self._environment, spans=run.spans)
                 self._prompts = prompts
@@ -413,7 +415,7 @@ class SampleLearner(SavedByRun):
         return evaluator, [(f"Held-out {place[0].lower()}{place[1:]}", fields) for place, fields in stream.listed]
 
     def _check_fields(self, rewards: Rewards, records: Sequence[tuple[str, TaskFields]]) -> None:
-        """Refuses records without a field that a reward function takes, and functions that podrl cannot call."""
+        """Refuses records without a field that a reward function takes, and reward functions that podrl cannot call."""
         of_episodes = dict.fromkeys(EPISODE_FIELDS if self._environment.used else (), "")
         everywhere = set(of_episodes).union(*(fields for _, fields in records))
         by_functions: dict[tuple[str, ...], list[tuple[str, TaskFields]]] = {}
@@ -422,6 +424,9 @@ class SampleLearner(SavedByRun):
             by_functions.setdefault(own, []).append((place, {**of_episodes, **fields}))
         for own, some in by_functions.items():
             rewards.check_fields(some, own, everywhere)
+
+    def _check_metric_fns(self, records: Sequence[tuple[str, TaskFields]]) -> None:
+        """Refuses metric functions that cannot be called with the fields of the training records."""
         fields = dict.fromkeys(set[str]().union(*(fields for _, fields in records)))
         for fn in self._metric_fns:
             try:

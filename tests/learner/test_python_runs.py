@@ -51,6 +51,16 @@ def test_a_metric_function_that_cannot_be_called_is_refused_before_anything_is_s
         learner.train([{"prompt": "Tom has 3 apples.", "answer": "3"}])
 
 
+def test_held_out_prompts_may_lack_the_fields_of_metric_functions(monkeypatch):
+    cluster = cluster_of(None, 1)
+    monkeypatch.setattr(cluster, "generate", None)
+    config = podrl.GRPOConfig(num_generations=2, beta=0.0)
+    metric = lambda prompts, completions, rewards, answer, **fields: {}  # noqa: E731
+    learner = podrl.GRPOLearner(cluster, config, reward_fns=length, metric_fns=[metric])
+    with pytest.raises(TypeError, match="NoneType"):  # the checks passed, and the evaluation began
+        learner.train([{"prompt": "Tom has 3 apples.", "answer": "3"}], ["Tom has 3 apples."])
+
+
 @pytest.mark.nightly("podrl/learner/learner.py", "podrl/rundir/run.py")
 def test_a_second_call_without_files_is_refused():
     learner = podrl.GRPOLearner(cluster_of(None, 1), podrl.GRPOConfig(num_generations=2, beta=0.0), reward_fns=length)
