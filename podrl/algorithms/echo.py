@@ -5,6 +5,8 @@ output, after the first sampled token of a piece. The policy did not sample this
 its probability is raised as in supervised fine-tuning.
 """
 
+import functools
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -52,6 +54,7 @@ def with_observations(loss: PolicyLossFn):
     tokens, in nats.
     """
 
+    @functools.wraps(loss, assigned=(), updated=())  # whoever asks the wrapper finds `loss.batch_dependent`
     def joined(
         logprob_BT: Float[Array, "B T"], entropy_BT: Float[Array, "B T"], rows: ObservedRows
     ) -> tuple[Ratio, dict[str, Ratio]]:

@@ -1,6 +1,7 @@
 """The policy loss of a run: surrogate, correction, KL, entropy and aggregation, composed and checked."""
 
 import dataclasses
+import functools
 import string
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
@@ -73,9 +74,13 @@ def with_old(loss: "PolicyLoss", old: str) -> PolicyLossFn:
         of `podrl.algorithms.mismatch` compare the sampler with the current weights.
     """
 
+    wrapper = functools.wraps(loss, assigned=(), updated=())  # whoever asks the wrapper finds `loss.batch_dependent`
+
+    @wrapper
     def current(logprob_BT: Array, entropy_BT: Array, rows: PolicyRows):
         return loss(logprob_BT, entropy_BT, starting_from(old, logprob_BT, rows))
 
+    @wrapper
     def sampler(logprob_BT: Array, entropy_BT: Array, rows: PolicyRows):
         found, metrics = loss(logprob_BT, entropy_BT, starting_from(old, logprob_BT, rows))
         distances = loss.distances(jax.lax.stop_gradient(logprob_BT), rows)

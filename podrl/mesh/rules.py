@@ -121,13 +121,6 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, Spec())
 
 
-def whole_along(sharding: NamedSharding, axis: str) -> NamedSharding:
-    """Returns the sharding of an array that is gathered over one mesh axis; other axes cut the array as before."""
-    cuts = ((cut,) if isinstance(cut, str) else cut or () for cut in sharding.spec)
-    kept = (tuple(name for name in cut if name != axis) or None for cut in cuts)
-    return NamedSharding(sharding.mesh, Spec(*kept), memory_kind=sharding.memory_kind)
-
-
 def constrain(x: Array, axes: Sequence[str], mesh: Mesh | None, rules: Mapping[str, MeshAxes] = DEFAULT_RULES) -> Array:
     """Constrains an activation to its sharding inside jit; returns it unchanged without a mesh, or on one device."""
     if mesh is None or mesh.size == 1:

@@ -70,11 +70,12 @@ def make_critic_step(
         after each token.
       prefix: group of the update's metrics: the part of their names before '/'.
     """
-    forward = reads(config=config, mesh=mesh, dtype=dtype, remat=remat)
+
+    def objective_on(devices: Mesh) -> Objective:
+        return _objective(reads(config=config, mesh=devices, dtype=dtype, remat=remat), loss)
+
     trainable, _ = scalar.split_trainable(scalar.abstract_params(config, mesh, jnp.dtype(param_dtype)), config)
-    return make_update(
-        _objective(forward, loss), trainable, scalar.join_trainable, optimizer, mesh, prefix=prefix, seed=seed
-    )
+    return make_update(objective_on, trainable, scalar.join_trainable, optimizer, mesh, prefix=prefix, seed=seed)
 
 
 def make_value_fn(

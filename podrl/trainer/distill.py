@@ -86,8 +86,10 @@ def full_objective(forward: Forward, loss: TokenLoss, *, teacher: Trunk) -> Obje
     Args:
       forward: the policy's forward pass.
       loss: policy loss on `rows.policy`; its divisor is the same as without a teacher.
-      teacher: forward pass of the teacher, which has all token ids of the policy and may have more.
+      teacher: forward pass of the teacher, which has all token ids of the policy and may have more. It runs on the
+        devices of the policy's forward pass.
     """
+    teacher = dataclasses.replace(teacher, mesh=forward.mesh)
 
     def objective(params: tuple[PyTree, PyTree], rows: TaughtRows, key: PRNGKeyArray):
         own, theirs = params

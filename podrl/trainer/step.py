@@ -1,7 +1,7 @@
 """Compiled programs on packed batches: an optimizer update as a pure function of the state, and scoring of tokens."""
 
-import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -24,7 +24,7 @@ TrainStep = Callable[[TrainState, PyTree, Batch[Any]], tuple[TrainState, DeviceM
 ScoreFn = Callable[[PyTree, Batch[Layout]], Float[Array, "A B T"]]
 TokenWeights = Callable[[Array, Any], tuple[Float[Array, "B T"], Float[Array, "B T"]]]
 TokenScoreFn = Callable[[PyTree, Batch[Layout]], tuple[Float[Array, "A B T"], Float[Array, "A B T"]]]
-_SMALL_BYTES = 64 << 20  # bytes of a model's trainable parameters, up to which an update gathers them once
+_SMALL_BYTES = 64 << 20  # bytes of a model's parameters, up to which each device holds a copy of them in an update
 
 
 def make_train_step(
@@ -63,20 +63,25 @@ def make_train_step(
       ValueError: `balance_coef` is not 0, and the model has no experts.
     """
     moe.check_balance(config, balance_coef)
-    forward = Forward(config=config, mesh=mesh, temperature=temperature, dtype=dtype, remat=remat)
-    abstract = parameters.abstract_params(config, mesh, jnp.dtype(param_dtype))
-    trainable, _ = parameters.split_trainable(abstract, config)
+
+    def objective_on(devices: Mesh, balance: Array | None = None) -> Objective:
+        how = {"temperature": temperature, "dtype": dtype, "remat": remat, "balance": balance}
+        return objective_of(Forward(config=config, mesh=devices, **how), loss)
 
     def balanced(per_token: Array) -> Objective:
-        factor = per_token * (balance_coef / config.routed_layers)
-        return objective_of(dataclasses.replace(forward, balance=factor), loss)
+        return objective_on(mesh, per_token * (balance_coef / config.routed_layers))
 
-    extra = balanced if balance_coef else None
-    return make_update(objective_of(forward, loss), trainable, join, optimizer, mesh, seed=seed, balanced=extra)
+    abstract = parameters.abstract_params(config, mesh, jnp.dtype(param_dtype))
+    trainable, _ = parameters.split_trainable(abstract, config)
+    more = {
+        "balanced": balanced if balance_coef else None,
+        "by_row": not getattr(inspect.unwrap(loss), "batch_dependent", False),
+    }
+    return make_update(objective_on, trainable, join, optimizer, mesh, seed=seed, **more)
 
 
 def make_update(
-    objective: Objective,
+    objective_on: Callable[[Mesh], Objective],
     trainable: PyTree,
     join: Callable[[PyTree, PyTree], PyTree],
     optimizer: Optimizer,
@@ -85,6 +90,7 @@ def make_update(
     prefix: str = "actor",
     seed: int = 0,
     balanced: Callable[[Array], Objective] | None = None,
+    by_row: bool = True,
 ) -> TrainStep:
     """Builds train_step(state, frozen, batch) -> (state, metrics), jitted; `state` is donated.
 
@@ -92,6 +98,10 @@ def make_update(
     sequences are packed, split and sharded therefore changes the update by rounding only, except with dropout and with
     losses that rank the tokens of a micro-batch (`PolicyLoss.batch_dependent`). The number of filled micro-batches is
     an argument of the compiled program, so it may vary without a new compilation.
+
+    If the model is small (`_SMALL_BYTES`) and the mesh cuts only rows, every device gets a copy of the parameters and
+    adds up the gradients of its own rows over all micro-batches, and the devices exchange their sums once. Otherwise
+    they exchange parameters and gradients in every micro-batch.
 
     An update whose gradient or loss is not finite is skipped: parameters and optimizer state keep their values, and
     `{prefix}/nonfinite` is 1. The step counter still rises.
@@ -103,7 +113,7 @@ def make_update(
     optimizer's schedule is known, and `{prefix}/nonfinite`.
 
     Args:
-      objective: objective to minimise.
+      objective_on: function of a mesh that returns the objective to minimise, for rows on the mesh's devices.
       trainable: shapes and shardings of the trainable parameters.
       join: function (trainable, frozen) -> parameters that the objective takes.
       optimizer: optimizer that turns gradients into updates.
@@ -111,16 +121,22 @@ def make_update(
       prefix: group of the metrics that the update adds.
       seed: seed of the random numbers of a forward pass.
       balanced: function that takes the loss's denominator divided by the batch's number of tokens, and returns the
-        objective to differentiate, which has one more term, a mean over tokens; None differentiates `objective`.
+        objective to differentiate, which has one more term, a mean over tokens; None differentiates the objective of
+        `objective_on`.
+      by_row: True if the objective of several rows is the sum of the objectives of the rows.
     """
 
     def step(state: TrainState, frozen: PyTree, batch: Batch[Any]) -> tuple[TrainState, DeviceMetrics]:
         key = jax.random.fold_in(jax.random.key(seed), state.step)
-        whole = lambda params: join(params, frozen)  # noqa: E731
-        chosen = (
-            objective if balanced is None else balanced(_count_per_token(objective, whole(state.params), batch, key))
-        )
-        grads, loss, metrics = _accumulate(chosen, state.params, whole, batch, key, mesh, trainable)
+        if balanced is None and by_row and _cuts_rows_only(mesh, batch) and _is_small((state.params, frozen)):
+            grads, loss, metrics = _accumulate_by_device(objective_on, join, state.params, frozen, batch, key, mesh)
+            grads = _placed_like(grads, trainable, mesh)
+        else:
+            whole, objective = lambda params: join(params, frozen), objective_on(mesh)
+            if balanced is not None:
+                objective = balanced(_count_per_token(objective, whole(state.params), batch, key))
+            place = functools.partial(_placed_like, placed=trainable, mesh=mesh)
+            grads, loss, metrics = _accumulate(objective, state.params, whole, batch, key, place)
         divisor = loss.count + (loss.count == 0)
         grads = jax.tree.map(lambda g: g / divisor, grads)
         norm = global_norm(grads)
@@ -332,8 +348,7 @@ def _accumulate(
     whole: Callable[[PyTree], PyTree],
     batch: Batch[Any],
     key: PRNGKeyArray,
-    mesh: Mesh,
-    placed: PyTree,
+    place: Callable[[PyTree], PyTree] = lambda grads: grads,
 ) -> tuple[PyTree, Ratio, dict[str, Ratio]]:
     """Sums over the filled micro-batches: float32 gradients of the loss's numerator, the loss itself, and its metrics.
 
@@ -343,16 +358,8 @@ def _accumulate(
       whole: function of the trainable parameters that returns the parameters that the objective takes.
       batch: packed rows.
       key: random key of the step.
-      mesh: devices that hold the state and the batch.
-      placed: tree like `trainable` whose leaves have the shardings of the gradients.
+      place: function that gives gradients their shardings.
     """
-
-    trainable = _gather_once(trainable, placed, mesh)
-
-    def pin(grads: PyTree) -> PyTree:
-        if mesh.size == 1:
-            return grads
-        return jax.tree.map(lambda g, p: jax.lax.with_sharding_constraint(g, p.sharding), grads, placed)
 
     def numerator(trainable: PyTree, index: Array):
         loss, metrics = objective(whole(trainable), _micro_batch(batch.rows, index), jax.random.fold_in(key, index))
@@ -360,35 +367,74 @@ def _accumulate(
 
     def body(index: Array, carry):
         (_, aux), grads = jax.value_and_grad(numerator, has_aux=True)(trainable, index)
-        wide = pin(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
+        wide = place(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
         return jax.tree.map(jnp.add, carry, (wide, *aux))
 
     if batch.rows.layout.tokens_BT.shape[0] == 1:
         (_, (loss, metrics)), grads = jax.value_and_grad(numerator, has_aux=True)(trainable, jnp.int32(0))
-        return pin(jax.tree.map(lambda g: g.astype(jnp.float32), grads)), loss, metrics
+        return place(jax.tree.map(lambda g: g.astype(jnp.float32), grads)), loss, metrics
     scalars = jax.eval_shape(lambda: numerator(trainable, jnp.int32(0))[1])
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), scalars)
-    start = (pin(jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), trainable)), *zeros)
+    start = (place(jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), trainable)), *zeros)
     return jax.lax.fori_loop(0, batch.micro_batches, body, start)
 
 
-def _gather_once(params: PyTree, placed: PyTree, mesh: Mesh) -> PyTree:
-    """Gathers the parameters of a small model over fsdp, so that not every micro-batch has to gather them again.
-
-    A model is small if its parameters have at most `_SMALL_BYTES`: each device then holds a copy of them during the
-    update. Larger parameters are returned unchanged. The update is the same up to rounding.
+def _accumulate_by_device(
+    objective_on: Callable[[Mesh], Objective],
+    join: Callable[[PyTree, PyTree], PyTree],
+    trainable: PyTree,
+    frozen: PyTree,
+    batch: Batch[Any],
+    key: PRNGKeyArray,
+    mesh: Mesh,
+) -> tuple[PyTree, Ratio, dict[str, Ratio]]:
+    """Computes the sums of `_accumulate` on each device for its own rows, and adds them up over devices at the end.
 
     Args:
-      params: trainable parameters.
-      placed: tree like `params` whose leaves have the parameters' shardings.
-      mesh: devices that hold the parameters.
+      objective_on: function of a mesh of one device that returns the objective to minimise.
+      join: function (trainable, frozen) -> parameters that the objective takes.
+      trainable: trainable parameters.
+      frozen: frozen parameters.
+      batch: packed rows.
+      key: random key of the step; each device derives a key of its own.
+      mesh: devices that hold the state and the batch.
     """
-    size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params))
-    if mesh.shape.get("fsdp", 1) == 1 or size > _SMALL_BYTES:
-        return params
-    return jax.tree.map(
-        lambda x, p: jax.lax.with_sharding_constraint(x, rules.whole_along(p.sharding, "fsdp")), params, placed
+    alone = Mesh(mesh.devices.reshape(-1)[:1].reshape([1] * mesh.devices.ndim), mesh.axis_names)
+    axes, objective = rules.axes_over("batch", mesh), objective_on(alone)
+
+    def sums(trainable: PyTree, frozen: PyTree, own: Batch[Any], key: PRNGKeyArray):
+        key = jax.random.fold_in(key, jax.lax.axis_index(axes))
+        found = _accumulate(objective, trainable, lambda params: join(params, frozen), own, key)
+        return jax.lax.psum(found, axes)
+
+    rows = jax.tree.map(lambda x: x.spec, state_lib.batch_shardings(batch, mesh))
+    whole = jax.sharding.PartitionSpec()
+    # Without the check of varying axes: gradients are sums of one device until the end.
+    run = jax.shard_map(sums, mesh=mesh, in_specs=(whole, whole, rows, whole), out_specs=whole, check_vma=False)
+    return run(trainable, frozen, batch, key)
+
+
+def _cuts_rows_only(mesh: Mesh, batch: Batch[Any]) -> bool:
+    """Returns True if the mesh has several devices, and each of them holds whole rows and whole experts."""
+    shards = rules.batch_shards(mesh)
+    return (
+        1 < shards == mesh.size
+        and mesh.shape.get("expert", 1) == 1
+        and batch.rows.layout.tokens_BT.shape[1] % shards == 0
     )
+
+
+def _is_small(params: PyTree) -> bool:
+    """Returns True if parameters have at most `_SMALL_BYTES`, and none of them waits in the host's memory."""
+    leaves = jax.tree.leaves(params)
+    return sum(x.size * x.dtype.itemsize for x in leaves) <= _SMALL_BYTES and not any(map(offload.waits, leaves))
+
+
+def _placed_like(grads: PyTree, placed: PyTree, mesh: Mesh) -> PyTree:
+    """Gives gradients the shardings of the leaves of `placed`."""
+    if mesh.size == 1:
+        return grads
+    return jax.tree.map(lambda g, p: jax.lax.with_sharding_constraint(g, p.sharding), grads, placed)
 
 
 def _count_per_token(objective: Objective, params: PyTree, batch: Batch[Any], key: PRNGKeyArray) -> Array:

@@ -44,13 +44,6 @@ def test_spec(axes, shape, mesh, spec):
     assert rules.spec_for(axes, shape, make_mesh(mesh, jax.devices())) == spec
 
 
-def test_whole_along_gathers_one_axis():
-    mesh = make_mesh("data=2,fsdp=2,tensor=2")
-    of = lambda *spec: jax.sharding.NamedSharding(mesh, Spec(*spec))  # noqa: E731
-    for cut, whole in [(("fsdp", "tensor"), (None, "tensor")), ((("data", "fsdp"),), (("data",),)), ((), ())]:
-        assert rules.whole_along(of(*cut), "fsdp").is_equivalent_to(of(*whole), 2), cut
-
-
 def test_refusals():
     mesh = make_mesh("auto", jax.devices())
     with pytest.raises(ValueError, match="'emebd' has no rule: known axes are act, batch, embed"):
