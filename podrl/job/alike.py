@@ -144,9 +144,10 @@ class SettingsComparison:
 def facts(job: Job) -> dict[str, str]:
     """Describes each file and package that a job's numbers depend on, besides settings: {name: checksum or version}.
 
-    Data files are read completely, as in training. Files of weights, which may take terabytes, are read only in part.
-    Models in a bucket are left out, because all hosts read the same files; data and models of the hub are left out,
-    because their commits are in the settings.
+    Data files on a disk are read completely, as in training; a data file in a bucket is described by its size and time
+    of change. Files of weights, which may take terabytes, are read only in part. Models in a bucket are left out,
+    because all hosts read the same files; data and models of the hub are left out, because their commits are in the
+    settings.
     """
     found = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
     own = pathlib.Path(__file__).resolve().parent.parent
@@ -183,12 +184,12 @@ def _plain(value: object) -> object:
 
 
 def _counts(file: pathlib.Path, root: pathlib.Path) -> bool:
-    """Returns False for files that are not source code: dangling links left by editors, and files in hidden folders."""
+    """Returns False for dangling links, which editors leave, and for hidden files and files in hidden folders."""
     return file.is_file() and not any(part.startswith(".") for part in file.relative_to(root).parts)
 
 
 def _scripts(text: str) -> set[str]:
-    """Lists the Python files that a setting names: it is 'FILE.py:NAME', or a command whose words may be files."""
+    """Lists the Python files that a setting's text names, as 'FILE.py:NAME' or as words of a command."""
     try:
         words = shlex.split(text)
     except ValueError:

@@ -58,7 +58,10 @@ class RewardKL(_Coefficient):
         ref_logprob_BT: Float[np.ndarray, "B T"],
         mask_BT: Float[np.ndarray, "B T"],
     ) -> tuple[Float[np.ndarray, "B T"], dict[str, float]]:
-        """Returns token rewards less the penalty, and metrics reward/{kl, kl_coef}; adapts the next coefficient."""
+        """Returns token rewards less the penalty, and metrics reward/{kl, kl_coef}.
+
+        With `kl_target`, the coefficient is then adapted for the next step.
+        """
         arrays: Any = (logprob_BT, ref_logprob_BT, mask_BT)
         kl_BT: Any = kl.sampled_kl(*arrays, mode=self._mode, clamp=self._clamp)
         mean = float(kl_BT.sum() / max(float((mask_BT > 0).sum()), 1.0))

@@ -1,9 +1,10 @@
 """On-policy distillation: GRPO's updates with a term that pulls the policy towards a teacher, with or without rewards.
 
 The teachers are the cluster's reference or its `teachers`, of any architecture, or the policy itself after a prompt
-with a hint. Either a teacher gives every sampled token an advantage (teacher_kl='sampled'), or the divergence from its
-distribution, over the whole vocabulary or over the policy's likeliest ids, is added to the loss. In this file such a
-divergence in the loss is called exact, because it does not depend on the id that was sampled.
+with a hint, with its current, its averaged or its first weights. Either a teacher gives every sampled token an
+advantage (teacher_kl='sampled'), or the divergence from its distribution, over the whole vocabulary or over the
+policy's likeliest ids, is added to the loss. In this file such a divergence in the loss is called exact, because it
+does not depend on the id that was sampled.
 """
 
 import dataclasses
@@ -55,7 +56,8 @@ class DistilledGRPO(GRPO):
         """Prepares the teacher; arguments as in GRPO.
 
         Raises:
-          ValueError: the cluster has no teacher, or a teacher that does not fit the policy or the settings.
+          ValueError: the cluster lacks the teacher that the settings name, or the teacher does not fit the policy or
+            the settings.
         """
         assert config.distillation is not None
         self._teacher = config.distillation
@@ -238,7 +240,7 @@ class DistilledGRPO(GRPO):
         return metrics
 
     def advantages(self, experience: Experience, scores: Scores, rewards: np.ndarray) -> tuple[np.ndarray, Metrics]:
-        """Computes every sampled token's advantage from rewards, and from the teacher unless its KL is in the loss."""
+        """Computes every sampled token's advantage from rewards, and from the teacher if teacher_kl='sampled'."""
         mask_BT, teacher = experience.rollouts.mask_BT, self._of(experience)
         by_reward_BT = np.zeros_like(mask_BT)
         if np.any(teacher.reward_coef):
@@ -257,7 +259,10 @@ class DistilledGRPO(GRPO):
         return dataclasses.replace(self._teacher, coef=coef, reward_coef=reward_coef)
 
     def _of_update(self, advantage_BT: np.ndarray, update: Update) -> tuple[np.ndarray, Any]:
-        """Selects an update's advantages; the teacher's part is a mean over tokens, whatever `loss_agg_mode` is."""
+        """Returns an update's advantages, and the weight of each sample's token losses.
+
+        They make the teacher's part of the loss a mean over tokens, whatever `loss_agg_mode` is.
+        """
         own_BT, weight = super()._of_update(advantage_BT, update)
         if self._exact:
             return own_BT, weight
@@ -332,7 +337,7 @@ def _spans(scores: Scores, chosen: np.ndarray | slice = slice(None)) -> np.ndarr
 
 
 def _numbered(mask_BT: np.ndarray) -> np.ndarray:
-    """Numbers the sampled tokens from 1 on, in the order of samples and places; other tokens get 0."""
+    """Numbers the sampled tokens of a batch from 1 on, sample after sample; other tokens get 0."""
     return np.where(mask_BT > 0, np.cumsum(mask_BT > 0).reshape(mask_BT.shape), 0)
 
 
@@ -344,7 +349,7 @@ class _TeacherView:
       view: the samples in the teacher's reading.
       of_B: True for the samples that the teacher scores.
       mesh: mesh of the teacher's weights.
-      score: function that scores a packed host batch on that mesh.
+      score: function that scores a packed host batch on `mesh`.
     """
 
     view: HintedBatch | TranslatedBatch

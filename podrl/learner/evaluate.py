@@ -110,7 +110,7 @@ class EvalConfig:
 
     Attributes:
       problems: number of held-out prompts used; 0 leaves out the evaluation on held-out prompts.
-      samples: number of completions per prompt at temperature 1, for the sampled rewards, accuracies and pass@k.
+      samples: number of sampled completions per prompt, for the sampled rewards, accuracies and pass@k.
       show: number of samples written to samples.jsonl per evaluation and set.
       sets: further sets of records.
     """
@@ -185,7 +185,7 @@ class Evaluator:
 
         Args:
           cluster: the cluster that generates.
-          batches: the prompts.
+          batches: the held-out prompts.
           config: numbers of completions per prompt and of samples to show.
           scorer: function that computes a completion's accuracies against the record's `answer`; None without answers.
           rewards: scores samples by reward functions; `learner.rewards_of` uses the learner's functions.

@@ -1,7 +1,7 @@
 """Cuts and joins batches of experience, and turns them into messages for other hosts and for checkpoints.
 
 A batch travels in three parts. The header is small and goes to every trainer host: lengths, masks, rewards. Rows
-(tokens and log-probabilities) go only to the host whose devices train on them. Texts go only to the host that writes
+(tokens and log-probabilities) go only to the hosts that need them to train. Texts go only to the host that writes
 metrics. A checkpoint holds all three.
 """
 

@@ -209,10 +209,10 @@ class Generator:
         return with_counts(experience, {"time/window": group.seconds})
 
     def gather(self, in_flight: Sequence[GroupInFlight], step: int, seconds: float) -> Experience:
-        """Makes one batch of requests whose samples have all ended; raises the errors of `__call__`.
+        """Joins groups whose samples have all ended into one batch; raises the errors of `__call__`.
 
         Args:
-          in_flight: the requests, in the order of the batch.
+          in_flight: the groups, each with the samples of one prompt, in the order of the batch.
           step: step that trains on the batch.
           seconds: wall time that sampling the batch took.
         """
@@ -238,7 +238,10 @@ class Generator:
     def _join_samples(
         self, in_flight: Sequence[GroupInFlight], prompts: Prompts, seconds: float
     ) -> tuple[Rollouts, np.ndarray, float]:
-        """Joins requests for the first prompts of `prompts`, in order; returns the same as `_sample_and_score`."""
+        """Joins the samples of `in_flight`, which are of the first prompts of `prompts`, in order.
+
+        Returns the same values as `_sample_and_score`.
+        """
         started = time.monotonic()
         try:
             parts = [self._cluster.rollout.rows(group.player, 0.0) for group in in_flight]
@@ -253,10 +256,10 @@ class Generator:
         return rollouts, np.concatenate(rewards, axis=1), time.monotonic() - started
 
     def signal(self, group: GroupInFlight) -> bool | None:
-        """Returns True if a one-prompt request has rewards that differ, or if the run has no dynamic sampling.
+        """Tells whether the rewards of one prompt's samples differ; True if the run has no dynamic sampling.
 
         Returns:
-          None as long as a sample has not ended or a reward is not known.
+          True or False; None as long as a sample has not ended or a reward is not known.
 
         Raises:
           BatchError: a reward function failed.
@@ -504,7 +507,7 @@ class Generator:
         return self._join_samples(in_flight, prompts, time.perf_counter() - started)
 
     def _known_signals(self, group: GroupInFlight) -> np.ndarray:
-        """Marks the groups with unequal rewards; leaves out groups of the request that are not fully scored."""
+        """Marks the groups with unequal rewards; leaves out groups that are not fully scored yet."""
         reward_FB, known_B = group.rewards.known()
         group_B = self._index(group.player.request.prompts)
         whole_B = ~groups.any_of(~known_B, group_B)

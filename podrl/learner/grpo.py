@@ -114,7 +114,8 @@ class GRPO:
     def rewards(self, experience: Experience, scores: Scores) -> tuple[np.ndarray, Metrics]:
         """Computes token rewards, less the KL if it is in the reward.
 
-        The reward of a turn lies on a token of the turn; the remaining reward of a sample lies on its last token.
+        The reward of a turn lies on the turn's last sampled token; the remaining reward of a sample lies on the
+        sample's last sampled token.
         """
         turn_reward_BT = experience.rollouts.turn_reward_BT
         reward_B: Any = experience.reward_B - turn_reward_BT.sum(axis=1, dtype=np.float64)

@@ -35,9 +35,9 @@ class Start:
     Attributes:
       step: number of steps done.
       data_state: position of the data stream after the last batch of `pending`, or after the last step's batch; b'' at
-        the start of a run.
+        the start of a run, and on rollout hosts.
       pending: batches of the next steps, in their order, finished or not.
-      evaluated: steps whose evaluation is in metrics.jsonl; grows with every evaluation of this process.
+      evaluated: steps whose evaluation is in metrics.jsonl; trainer hosts add later evaluations.
     """
 
     step: int

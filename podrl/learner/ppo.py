@@ -67,7 +67,7 @@ class PPO:
     # The methods that the loop calls.
 
     def score(self, step: int, experience: Experience) -> PPOScores:
-        """Scores log-probabilities as GRPO does, and the critic's value before every token."""
+        """Scores log-probabilities as GRPO does, and the critic's value before every sampled token."""
         scores, rollouts = self.policy.score(step, experience), experience.rollouts
         value_BT = np.zeros(rollouts.tokens_BT.shape, np.float32)
         for chosen in self.policy.mini_batches.split(step, 0, len(rollouts.length_B)):

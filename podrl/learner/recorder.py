@@ -99,7 +99,7 @@ class Recorder:
     """Implements podrl.learner.loop.Recorder on a trainer host.
 
     Everything a step depends on is in the checkpoint: weights, optimizer, step, the position of the data stream after
-    the last submitted batch, the batches in flight, and the coefficients that adapt between steps.
+    the last submitted batch, the batches in flight, the coefficients that adapt between steps, and the curriculum.
     """
 
     def __init__(
@@ -321,7 +321,7 @@ class Recorder:
             self._progress.close()
 
     def _flush(self) -> None:
-        """Fetches and writes the metrics of the newest step."""
+        """Fetches and writes the metrics of the newest step, unless they are written already."""
         if self._late is None:
             return
         step, host, device, ended = self._late
@@ -386,7 +386,7 @@ class Recorder:
 
 
 class HostRecorder:
-    """Implements podrl.learner.loop.Recorder on a rollout host, which writes no files."""
+    """Implements podrl.learner.loop.Recorder on a rollout host, which writes no metrics and no checkpoints."""
 
     def __init__(
         self,
@@ -400,7 +400,7 @@ class HostRecorder:
         """Stores the collaborators.
 
         Args:
-          run: signals and the watchdog; writes nothing.
+          run: signals, the watchdog and the profiler.
           schedule: steps at which the loop saves, evaluates and stops.
           enter: function that asks the leader to let this host in; returns `step`, at which this host begins, and
             `evaluated`, the steps that are already evaluated.

@@ -102,7 +102,7 @@ class SampleReport:
         return metrics
 
     def finished(self, values: dict[str, float]) -> dict[str, float]:
-        """Replaces `sampler/moment_*` by measures made from them; makes metrics by age means over the age's tokens."""
+        """Replaces `sampler/moment_*` by measures made from them, and divides metrics by age by the age's tokens."""
         if "sampler/moment_x" not in values:
             return values
         values |= derived(values)
@@ -158,9 +158,10 @@ class SampleReport:
 
 
 def episode_metrics(rollouts: Rollouts) -> dict[str, float]:
-    """Averages over samples with an environment: turns, calls, tokens from the environment, seconds.
+    """Computes the metrics of the episodes that have turns; none if no sample has an environment.
 
-    Metrics of each tool (tools/NAME/*) and of the environment itself (env/NAME) are included.
+    episode/* are means of turns, calls and tokens from outside, percentiles of seconds, and numbers of episodes that a
+    limit ended. tools/NAME/* are metrics of one tool, env/NAME and front/NAME means of the environments' own metrics.
     """
     episodes = [episode for episode in rollouts.episodes if episode["turns"]]
     if not episodes:  # no sample has a turn; samples that ran out of time are still reported
@@ -203,5 +204,5 @@ def episode_metrics(rollouts: Rollouts) -> dict[str, float]:
 
 
 def _turns(episode: EpisodeRecord) -> JsonObject:
-    """Returns the turns for a sample's record, if the sample has an environment."""
+    """Returns the turns for a sample's record, if its episode has turns."""
     return {"turns": episode["turns"]} if episode["turns"] else {}

@@ -44,7 +44,7 @@ class GeneratingSource(Protocol):
 
 
 class LocalRollouts:
-    """Generates training batches in this process, on one thread of their own."""
+    """Generates training batches in this process, on a thread beside the training loop's."""
 
     def __init__(
         self,

@@ -75,9 +75,9 @@ def run_environments(
     """Gives every sample of the cluster its environment while the context lasts, if this process generates.
 
     Answers from outside (tools, agents) are kept in the folder `outside` of the run directory, which the leader writes
-    if there are several processes. If this directory is in a bucket, answers reach it within seconds. Answers of steps
-    before the newest checkpoint are deleted. With `rollout.clock='wall'` all answers stay, because a run can be
-    repeated from its beginning.
+    if there are several processes. If this directory is in a bucket, answers reach it within seconds. With
+    `rollout.clock='tokens'`, answers of steps before the newest checkpoint are deleted. With 'wall' all answers stay,
+    because a run can be repeated from its beginning.
     """
     if not config.used:
         yield

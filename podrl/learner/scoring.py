@@ -23,7 +23,8 @@ class Scores:
     """Per-token scores in the sample layout; index 0 and padding hold 0.
 
     Attributes:
-      old_logprob_BT: log-probabilities under the policy before the first update, nats.
+      old_logprob_BT: log-probabilities under the policy before the step's first update, nats: computed by the trainer,
+        or as the engine reported them.
     """
 
     old_logprob_BT: Float[np.ndarray, "B T"]

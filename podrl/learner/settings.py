@@ -45,7 +45,7 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
         numbers that the engine reported. 'auto': 'sampler' for stale samples without a correction, 'trainer' for
         several updates, a KL in the reward, or a teacher with teacher_kl='sampled', else 'current'.
       max_staleness: number of steps by which the sampling policy may be behind the trainer; 0 is strictly on-policy;
-        from 2 on, weights change inside samples (docs/async.md).
+        from 2 on, and with rollout.clock='wall', weights may change inside samples (docs/async.md).
       stale_bound: largest age, in steps, of a token that adds to the policy loss; older tokens still count in
         denominators, KL and entropy. None for no bound.
       dynamic_sampling: True if groups whose rewards are all equal are replaced by groups of further prompts (DAPO).

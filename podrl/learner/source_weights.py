@@ -47,8 +47,8 @@ class SourceWeights:
         """Returns `reward_coef` of an update's samples, and a factor that corrects the divisor of the loss.
 
         The loss is divided by the tokens (or sequences, as `loss_agg_mode` says) of all samples. With the factor, the
-        rewards' part is divided by the tokens (or sequences) of the samples that learn from rewards. Without a mixture
-        both numbers are 1, because the advantages already include the weight.
+        rewards' part is divided by the tokens (or sequences) of the samples that learn from rewards. If all samples
+        have the same settings, both numbers are 1, because the advantages already include the weight.
         """
         if not self.mixed:
             return 1.0, 1.0
@@ -56,7 +56,9 @@ class SourceWeights:
         return weight_B1, loss.divisor(mask_BT) / loss.divisor(mask_BT * (weight_B1 > 0))
 
     def metrics(self, experience: Experience, teachable_BT: np.ndarray) -> Metrics:
-        """Counts the tokens of each part of a mixture's loss, and samples and rewards of sources with own settings.
+        """Counts the tokens of each part of a mixture's loss, and describes the sources with settings of their own.
+
+        These sources have metrics of their samples, tokens and mean reward. Without a mixture there are no metrics.
 
         Args:
           experience: the batch.

@@ -15,7 +15,7 @@ from podrl.trainer.step import make_logprob_fn, make_train_step
 
 
 def answer_programs(setting: Setting) -> list[Program]:
-    """Lists the update, and the program that scores answers before an update; every micro-batch counts as full."""
+    """Lists the update and, except for SFT, the program that scores answers; every micro-batch counts as full."""
     job, model, mesh = setting.job, setting.model, setting.trainer_mesh()
     training, shape = job.trainer, job.pack_shape(mesh)
     optimizer = training.optimizer()

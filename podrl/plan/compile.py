@@ -34,7 +34,7 @@ class CompileResult:
       name: name of the program.
       side: side whose devices the program occupies.
       runs: executions per training step.
-      fits: True if the compiler accepted the program, and peak and resident bytes stay within `capacity`.
+      fits: True if the compiler accepted the program, and `peak` + `resident` is at most `capacity`.
       peak: bytes at the fullest moment, arguments and results included; if the compiler refused the program, the bytes
         that it asked for.
       at_least: True if the compiler refused the program and named only its temporaries, so that `peak` lacks arguments.

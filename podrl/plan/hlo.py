@@ -429,8 +429,8 @@ def _valid(out: int, kernel: int, image: int, stride: int, spread: int, step: in
 def _splash_flops(i: Instruction, types: Mapping[str, str]) -> float | None:
     """Counts operations of a splash attention kernel, from its grid of blocks; None for any other kernel.
 
-    The kernel visits the blocks in its mask's list. A list as wide as the row belongs to a causal mask, whose upper
-    triangle is skipped; a shorter list belongs to a window.
+    The kernel visits the blocks in its mask's list. If the last two dimensions of the list are equal, the mask is
+    causal and its upper triangle is skipped; if they differ, the mask has a window.
     """
     products = next((n for name, n in _SPLASH_PRODUCTS.items() if i.name.startswith(name)), None)
     found = [next(leaves(types[name])) for name in i.operands if types.get(name)]

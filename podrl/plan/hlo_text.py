@@ -127,7 +127,7 @@ def dims_of(text: str) -> list[int]:
 
 
 def group_of(attributes: str, devices: int, slices: int) -> tuple[int, bool]:
-    """Parses a collective's groups: (devices of a group, whether they lie in different slices)."""
+    """Parses a collective's groups: (number of devices in a group, True if they lie in different slices)."""
     ids = _first_group(attributes, devices)
     part = max(1, devices // slices)
     return len(ids), min(ids) // part != max(ids) // part

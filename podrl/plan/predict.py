@@ -85,8 +85,8 @@ def predict(measured: Sequence[CompileResult], move_s: float, *, max_staleness: 
     Args:
       measured: measurements of the job's programs.
       move_s: seconds of the weight move.
-      max_staleness: number of steps by which a sample may be older than the weights that it trains; from 1 on the
-        sides work at the same time.
+      max_staleness: number of steps by which a sample may be older than the weights that it trains; from 1 on, sides on
+        different devices work at the same time.
       colocated: True if both sides use the same devices.
     """
     trainer, rollout = (sum(m.runs * m.seconds for m in measured if m.side == side) for side in (TRAINER, ROLLOUT))

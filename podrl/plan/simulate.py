@@ -329,8 +329,8 @@ def balance(
 ) -> list[tuple[int, SimulatedStep]]:
     """Simulates other splits of the same chips: (trainer's chips, the step), fastest first.
 
-    Updates take time in inverse proportion to the trainer's chips, and so does `begin_s` to the rollout's chips. Lanes
-    and shards grow in proportion to the rollout's chips.
+    `update_s` is inversely proportional to the trainer's chips, and `begin_s` to the rollout's chips. Lanes and shards
+    grow in proportion to the rollout's chips.
 
     Args:
       lengths_N: numbers of sampled tokens, one per sample; the simulation draws from them.

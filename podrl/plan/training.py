@@ -1,8 +1,8 @@
 """The trainer's programs of a job, ready to be compiled: updates, log-probabilities of a reference, the critic.
 
-A teacher of on-policy distillation takes the place of the reference: it is frozen, and has an architecture of its own.
-A job uses its teacher in one of three ways. The teacher scores the sampled tokens; or it scores, once per update, the
-ids that are likeliest under the policy; or the update itself computes the teacher's hidden states.
+A teacher of on-policy distillation takes the place of the reference. It may have an architecture of its own, or be the
+policy itself. A job uses its teacher in one of three ways. The teacher scores the sampled tokens; or it scores, once
+per update, the ids that are likeliest under the policy; or the update itself computes the teacher's hidden states.
 """
 
 import dataclasses

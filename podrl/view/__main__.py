@@ -36,7 +36,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command: serves the page until it is interrupted, or writes the file that the arguments name.
+    """Runs the command: serves the page until it is interrupted, or prints samples and writes files as arguments say.
 
     Returns:
       The exit code: 0, or 1 after an error that was printed.

@@ -1,4 +1,4 @@
-"""Reads the growing files of JSON lines in a run directory: an update reads only new lines and counts damaged lines."""
+"""Reads the growing files of JSON lines in a run directory, on a disk only their new lines; counts damaged lines."""
 
 import json
 import threading
@@ -33,7 +33,7 @@ class JsonLinesReader:
         self._lock = threading.Lock()
 
     def update(self) -> None:
-        """Reads the lines that are new since the last update."""
+        """Reads the lines that are new since the last update; a changed file in a bucket is read again as a whole."""
         with self._lock:
             size = self._size()
             if size == self._read:

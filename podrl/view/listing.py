@@ -10,7 +10,7 @@ _PROMPT, _COMPLETION = 120, 400  # characters shown: the end of the prompt, the 
 
 
 def listing(run: RunFiles, count: int) -> str:
-    """Returns a summary of the run's recorded samples, then the `count` samples of lowest reward, one after the other.
+    """Returns a summary of the samples that `RunFiles.found` finds, then the `count` samples of lowest reward.
 
     Among samples with equal rewards the newest come first.
 

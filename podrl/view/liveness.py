@@ -44,7 +44,7 @@ def _owner(path: Place) -> Owner | None:
 
 
 def _age(path: Place) -> float:
-    """Returns the seconds since the run's metrics or its lease were written; 0 if the storage does not say."""
+    """Returns the seconds since the run's metrics or its lock were last written; 0 if the storage does not say."""
     newest = 0.0
     for name in ("metrics.jsonl", LOCK):
         try:

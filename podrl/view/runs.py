@@ -162,7 +162,7 @@ class RunFiles:
         }
 
     def plan(self) -> list[JsonObject]:
-        """Returns rows comparing the plan of `log.plan` with measurements: name, unit, planned, measured, how, ratio.
+        """Compares the plan of `log.plan` with measurements; each row has name, unit, planned, measured, how and ratio.
 
         Entry `how` says how a quantity was planned: 'predicted' (seconds, from every program's roofline), 'counted'
         (memory, by the compiler) or 'assumed' (tokens of a completion). Measured values are medians of the last 20
@@ -274,7 +274,7 @@ class RunFiles:
     def found(self, wanted: Mapping[str, str]) -> list[JsonObject]:
         """Returns the samples that a search finds in the newest 50 traced steps, newest step first.
 
-        If no step is traced, the lines of samples.jsonl are searched.
+        If no step is traced, the newest 5,000 lines of samples.jsonl are searched.
 
         Args:
           wanted: conditions by name: q (text), step, stop, low and high (bounds of the reward), failed (a call of a
@@ -319,7 +319,9 @@ class RunFiles:
     # The timeline.
 
     def timeline(self, first: int | None, last: int | None, seconds: int | None = None) -> JsonObject:
-        """Returns the spans of some steps, with the critical path of each step.
+        """Returns the spans of some steps, and the critical path of each of the last 20 of these steps.
+
+        If the steps have more than 4,000 spans, only the longest are returned.
 
         If all arguments are None, the step is a typical one.
 
