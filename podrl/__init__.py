@@ -92,7 +92,8 @@ __all__ = [
 ]
 
 
-# Endings of names of other libraries; methods that a learner trains, with the preset's name; methods of podrl.run.
+# _KIND: parts of class names of other libraries that do not name the method. _LEARNERS: methods that a learner trains,
+# with the name of the preset. _FILES: methods that podrl.run trains, with the configuration file.
 _KIND = re.compile(r"^Ray(?=\w+Trainer)|(Trainer|Learner|(Training)?(Config|Arguments))$")
 _LEARNERS = {"GRPO": "", "PPO": "", "RLOO": "rloo", "DAPO": "dapo", "GSPO": "gspo"}
 _FILES = {"SFT": "sft_tiny.py", "DPO": "dpo_tiny.py", "ORPO": "orpo_tiny.py", "KTO": "kto_tiny.py"}

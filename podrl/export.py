@@ -193,7 +193,10 @@ def _run_model(raw: ConfigValues) -> RunModel:
 
 
 def _prompts(data: ConfigValues | None) -> JsonObject | None:
-    """Returns the settings with which a run made prompts; None if its sources have different settings, or none."""
+    """Returns the settings with which a run made prompts.
+
+    Returns None if the run's sources have different settings, or if its config.json has no section `data`.
+    """
     if data is None:
         return None
     names = ("system_prompt", "template", "question_field")

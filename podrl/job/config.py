@@ -64,8 +64,8 @@ class TeacherSource:
     """Settings of one teacher of distillation.
 
     Attributes:
-      path: a Hugging Face directory, local or gs://. If its tokenizer is not the policy's, tokens are compared by the
-        text that they stand for.
+      path: a Hugging Face directory, local or gs://, or ORG/NAME of the hub. If its tokenizer is not the policy's,
+        tokens are compared by the text that they stand for.
       sources: names of the sources in data.sources whose samples the teacher scores; empty for all sources that no
         other teacher scores.
     """
@@ -84,9 +84,11 @@ class ModelSource:
         'tiny_tools' and 'tiny_search' are the checkpoints shipped with podrl, 'scratch' is a small model with random
         weights (the section `scratch`).
       size: name of a published model size (podrl/models/sizes.py), which podrl.plan uses if `path` is empty.
-      reference: directory of the reference policy, or a name as for `path`; '' for the starting weights.
+      reference: directory of the reference policy or of a teacher, or a name as for `path`; '' for the starting
+        weights.
       teachers: teachers of distillation, instead of `reference`; `grpo.teacher_coef` is the weight of distillation.
-      critic: directory of the critic's starting weights; '' for a copy of the policy with a value head.
+      critic: directory of the critic's starting weights, or a name as for `path`; '' for a copy of the policy with a
+        value head.
       lora: adapters; rank 0 trains all parameters.
     """
 
@@ -240,7 +242,7 @@ class JobKind:
 
     Attributes:
       settings: dataclass of the algorithm's section of the configuration.
-      algorithm: algorithm that the loop trains with (podrl.learner.loop.Algorithm).
+      algorithm: class or function that makes the algorithm of the loop (podrl.learner.loop.Algorithm).
       stream: function (job, tokenizer) -> stream of batches of data.
       form: function that refuses records whose form the algorithm cannot learn from; None for prompts.
       answers: number of sequences from data in each item of a batch; 0 if sequences are generated.
@@ -791,10 +793,10 @@ def _check_teachers(job: Job) -> None:
 
 
 def _with_system_prompts(values: ConfigValues) -> ConfigValues:
-    """Decides each system_prompt='auto': the reference text if a reward function reads its tags, else no text.
+    """Replaces each system_prompt='auto' by the text that the reward functions need (`instructions_for`), or by ''.
 
-    A record that only the user's functions score gets only words that the user wrote; the same holds for answers
-    from data and for embedded tasks.
+    Records that only the user's functions score get no such text, and so only words that the user wrote. Embedded tasks
+    and jobs on answers from data keep 'auto', which adds no text.
     """
     if KINDS[section_of(values.get("algorithm", "grpo"))].offline:
         return dict(values)
@@ -853,7 +855,7 @@ def _with_scorers(values: ConfigValues) -> ConfigValues:
 
 
 def with_prompt_length(values: ConfigValues, tools: Sequence[ToolSchema] = ()) -> ConfigValues:
-    """Replaces rollout.max_prompt_length=0 by the longest prompt of the data, and checks that the model exists.
+    """Replaces rollout.max_prompt_length=0 by the longest prompt of the data; refuses prompts too long for the model.
 
     The system prompt of env.system_prompt_file, if there is one, becomes the system prompt of the data;
     `_with_system_prompts` decides all other system prompts.
@@ -865,7 +867,7 @@ def with_prompt_length(values: ConfigValues, tools: Sequence[ToolSchema] = ()) -
       tools: tools that the chat template writes into prompts.
 
     Raises:
-      ValueError: there is no model, or no tokenizer to count tokens with.
+      ValueError: there is no tokenizer to count tokens with, or prompts leave no position of the model for an answer.
     """
     if values.get("env", {}).get("system_prompt_file"):
         text = build(EnvironmentConfig, values["env"], "config.env").system_prompt()

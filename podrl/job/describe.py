@@ -34,7 +34,7 @@ _DEFAULT_ROLES = RolesConfig()
 
 
 def device_line() -> str:
-    """Counts this process's devices in words: '8 x cpu'."""
+    """Counts the devices of all processes of this process's jax cluster, in words: '8 x cpu'."""
     kinds = collections.Counter(d.device_kind for d in jax.devices())
     return ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
 

@@ -34,7 +34,7 @@ def run(
     Equal settings give equal metrics, bit for bit. The same call resumes a run that ended early.
 
     Args:
-      config: 'file.py' or 'file.py:variant', looked up at this path, then in configs/.
+      config: 'file.py' or 'file.py:variant', looked up at this path, then in configs/, then among podrl's own files.
       overrides: values of keys, by dotted path ('trainer.max_steps') or in nested mappings.
       workdir: the run directory, local or gs://; by default runs/<config>.
       reward_fns: functions `(prompts, completions, **fields) -> list[float]`, or their names; instead of reward.fns.

@@ -60,7 +60,7 @@ _log = logging.getLogger("podrl.job")
 
 
 def dry_run(values: ConfigValues, workdir: str, pod: PlannedPod | None = None, *, all_settings: bool = False) -> int:
-    """Prints the settings that differ from their defaults, the role table and the batch arithmetic.
+    """Prints the settings that differ from their defaults, the role table and the batch arithmetic; checks the job.
 
     Args:
       values: the configuration, as plain nested mappings.
@@ -359,7 +359,7 @@ def check_storage(workdir: str, values: ConfigValues) -> None:
     """Checks that the buckets of the run directory, data and models can be used, before anything large is loaded.
 
     Raises:
-      ValueError: `storage.check` refuses a path, or data.sources or eval.sets are not as podrl.data.config describes.
+      ValueError: `storage.check` refuses a path, or data, eval.sets or model.teachers have unknown or wrong keys.
       StorageError: the service of a bucket does not answer.
     """
     storage.check(workdir, "--workdir", writes=True)
@@ -410,7 +410,7 @@ def _open_run(job: Job, workdir: str, pod: Pod | None, command: str) -> Iterator
 
 
 def _make_run(job: Job, workdir: str, pod: Pod | None) -> Run:
-    """Makes the run of this process; rollout hosts write nothing."""
+    """Makes the run of this process; the run of a rollout host has no run directory."""
     options: dict[str, Any] = {"log": job.log, "checkpoint": job.checkpoint, "config": job.as_mapping()}
     options["defaults"] = unset(job.algorithm)
     if pod is None:
@@ -463,7 +463,7 @@ def answer_accuracy(
       completions: completion of each sample.
       rewards: reward of each sample; not read.
       has_format: True if the task asks for the exact format.
-      answer: reference answer of each sample, or a list of them; None for data without answers.
+      answer: reference answer of each sample, a text or a list of accepted texts; None for data without answers.
 
     Returns:
       The mean of each accuracy over the samples; empty for data without answers.

@@ -119,7 +119,7 @@ def check_fit(job: Job, tokenizer: Tokenizer) -> None:
 
 
 def _check_tokens(key: str, directory: str, policy: Tokenizer) -> None:
-    """Checks that a model other than the policy can read the ids of its tokenizer; without one, the policy's ids."""
+    """Checks that a model other than the policy has embeddings for the ids of its tokenizer, else for the policy's."""
     own = None
     if key == "model.teachers":
         own = tokenizer_of(directory, policy)

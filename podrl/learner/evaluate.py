@@ -110,7 +110,8 @@ class EvalConfig:
 
     Attributes:
       problems: number of held-out prompts used; 0 leaves out the evaluation on held-out prompts.
-      samples: number of sampled completions per prompt, for the sampled rewards, accuracies and pass@k.
+      samples: number of sampled completions per prompt, for the sampled rewards, accuracies and pass@k. Held-out
+        prompts are sampled at temperature 1, prompts of a further set at the temperature of the set.
       show: number of samples written to samples.jsonl per evaluation and set.
       sets: further sets of records.
     """

@@ -1,4 +1,4 @@
-"""Chooses the instructions before a question: the reference text if a reward function reads the text's tags."""
+"""Chooses the instructions before a question: SYSTEM_PROMPT if a built-in reward function reads its tags, else none."""
 
 from collections.abc import Iterable
 
@@ -8,7 +8,7 @@ from podrl.rewards.reference import BUILT_IN
 
 
 def instructions_for(fns: Iterable[object]) -> str:
-    """Returns the reference text if a built-in function that reads its tags is among `fns`, else ''.
+    """Returns SYSTEM_PROMPT if `fns` has a built-in function that reads the tags which SYSTEM_PROMPT names, else ''.
 
     Args:
       fns: reward functions as in RewardConfig.fns; a name may end in '@' and the name of a data set.

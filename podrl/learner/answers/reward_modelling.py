@@ -45,7 +45,7 @@ class PairScores:
 
 
 class RewardModelling:
-    """Implements podrl.learner.loop.Algorithm for a reward model: raises the score of the chosen answer of a pair.
+    """Implements podrl.learner.loop.Algorithm for a reward model: raises chosen answers' scores above rejected ones'.
 
     As in DPO, a pair is scored first, and then the derivative of the pair's loss is the weight of each answer's score.
     So packing may put the two answers into different rows. An answer's score is read at its last token.

@@ -125,7 +125,7 @@ class EvaluationShares:
         return f"{left} of {len(self._hosts)} shares of {leases.evaluation(self._step)}, made by {by}"
 
     def _assign_shares(self) -> None:
-        """Answers the hosts that ask for a share, as long as there are shares."""
+        """Gives free shares to the hosts that ask for one; once the job is over, tells all of them so."""
         for host, request in list(self._open_requests.items()):
             left = [share for share in range(len(self._hosts)) if share not in self._scores]
             # A host that asks for a share again has not received the first answer, so it gets the same share.
@@ -160,7 +160,10 @@ class EvaluationShares:
         return Message()
 
     def _on_leaves(self, message: Message) -> Message:
-        """Lets a host leave if it was asked to stop. If it is the last host, it stays, and the job stops."""
+        """Lets a host that was asked to stop leave the job, unless it is the last evaluation host or the job stops.
+
+        The last host stays, and makes the job stop (`EvaluationHost._leave_if_stopping`).
+        """
         host = int(message.value["process"])
         others = [other for other in self._present() if other != host]
         # A host that was allowed to leave may ask again, after other hosts were lost. The answer must still be yes.

@@ -55,7 +55,7 @@ class HostRollouts:
 
         Args:
           cluster: the cluster with this host's part of the rollout mesh.
-          run: signals and the watchdog; writes nothing.
+          run: signals, the watchdog and the profiler.
           pod: the job's processes, all connected.
           barrier: agreement with the leader on continuing or stopping after each step.
           generate: a podrl.learner.generation.Generator; None if `submit` is never called.

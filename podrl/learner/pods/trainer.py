@@ -35,10 +35,10 @@ _AGAIN_S = 0.05  # pause after a lease has moved, so that the news of its new ho
 
 
 class RemoteRollouts:
-    """Runs on a trainer host: receives batches from the rollout hosts and sends weights to them.
+    """Runs on a trainer host: receives batches from the rollout hosts, and publishes weights to them.
 
-    Every trainer host runs the same steps in the same order. The leader also tells each process that joins the step at
-    which it begins, and collects the scores of evaluations.
+    Every trainer host runs the same steps in the same order. The leader also tells every joining process at which step
+    it begins, and collects the scores of evaluations.
     """
 
     def __init__(
@@ -240,7 +240,8 @@ class RemoteRollouts:
         """Collects the state of an unfinished batch at the start of a window; on the leader only.
 
         Returns:
-          The state; None if the rollout hosts have the whole batch, or if this host is not the leader.
+          The state. None if this host is not the leader, or if the batch will be whole without further weights: it is
+          not made in windows, or this window is its last one.
         """
         if self._dispatcher is None or not (self._clock.mode == "wall" or (self._clock.used and step > self._at)):
             return None
