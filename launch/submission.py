@@ -289,8 +289,8 @@ except ValueError as error:
 def check_flags(config: str, extra: Sequence[str], code: Code | None = None) -> None:
     """Refuses flags that podrl itself cannot parse. podrl parses them in a separate process, which starts no device.
 
-    If this machine lacks podrl, a module that podrl or the configuration needs, or a configuration of the image, only
-    the hosts check the flags, and a line on standard error says so.
+    Only the hosts check the flags, and a line on standard error says so, if this machine lacks podrl, a module that
+    podrl or the configuration needs, or a configuration of the image, or if podrl does not answer within _CHECK_S.
 
     Args:
       config: value of podrl's --config.

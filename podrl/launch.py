@@ -3,9 +3,9 @@
     python -m podrl.launch --config=grpo_gemma.py [--workdir=DIR] [--dry_run] [--config.group.key=value ...]
     python -m podrl.launch --help_config [prefix]
 
-A config is looked up at its path, then in configs/. Exit codes: 0 done, 1 user error, 42 infrastructure (restart me),
-75 preempted after saving, or before there was anything to save (the same command resumes), 130 Ctrl-C before there was
-anything to save.
+A config is looked up at its path, then in configs/, then among podrl's own files. Exit codes: 0 done, 1 user error, 42
+infrastructure (restart me), 75 preempted after saving, or before there was anything to save (the same command resumes),
+130 Ctrl-C before there was anything to save.
 """
 
 import gc
@@ -273,7 +273,7 @@ def _find_cluster(argv: Sequence[str], *, joins: bool = False, planned: bool = F
     detect.check_fresh_jax(sys.modules)
     for name in cluster.unset:
         os.environ.pop(name, None)
-    if joins:  # a rollout host writes nothing, so its --workdir is not checked
+    if joins:  # a rollout host writes neither metrics nor checkpoints, so its --workdir is not checked
         return dataclasses.replace(cluster, topology="split")
     workdir = _early(argv, "workdir", "", prefix="--")
     mounts = pathlib.Path("/proc/mounts")

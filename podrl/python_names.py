@@ -25,7 +25,7 @@ _CLASSES = {
     "env": "EnvironmentConfig",
     "checkpoint": "CheckpointConfig",
 }
-# The function and its argument that takes the value of a key; without a function an argument of the learner.
+# The function and its argument that takes the value of a key; '' stands for the learner and its method `train`.
 _ARGUMENTS = {
     "model.path": ("RLCluster", "actor"),
     "model.reference": ("RLCluster", "reference"),
@@ -75,7 +75,7 @@ _speaking = 0  # number of calls from outside that are in progress, see `speaks_
 
 
 def in_python(text: str, own: Mapping[str, str] = {}) -> str:
-    """Returns `text` with the Python names of the keys in it; a key without one gets a sentence at the end.
+    """Replaces the keys in `text` by their Python names; for a key without one, a sentence at the end says what to do.
 
     Args:
       text: a message that names keys of the configuration, such as 'rollout.lanes=3 must be ...'.
@@ -108,7 +108,7 @@ def in_python(text: str, own: Mapping[str, str] = {}) -> str:
         return key + value
 
     text = _KEY.sub(said, text)
-    if "podrl.run" in text or not ways:  # the text says what to do without a configuration, or has been here before
+    if "podrl.run" in text or not ways:  # the text says already what to do, or this function has reworded it before
         return text
     more = " ".join(f"{key} is a key of podrl.run; with a learner, {way}." for key, way in ways.items())
     return f"{text} {more}" if text.endswith((".", "?")) else f"{text}. {more}".removesuffix(".")
@@ -122,9 +122,9 @@ def _all_fields() -> dict[str, set[str]]:
 
 
 def from_outside() -> bool:
-    """Returns True if the call of the function that asks came from code that is not podrl's.
+    """Returns True if code outside podrl has called the function that calls this function.
 
-    Settings that `podrl.config.build` makes of a mapping have keys, whoever calls it.
+    Returns False inside `podrl.config.build`, whoever calls it: errors about a mapping name the mapping's keys.
     """
     frame = inspect.currentframe()
     while frame is not None and frame.f_globals.get("__name__") in _PASSED:

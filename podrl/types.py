@@ -209,7 +209,8 @@ class Experience:
 
     Attributes:
       rollouts: the samples.
-      reward_FB: reward of each function for each sample, unweighted.
+      reward_FB: unweighted reward of each sample by each reward function, and in further rows by the reward model and
+        the environment, if there are any.
       reward_B: weighted sum of the rewards, shaping included: the number that the algorithm optimises.
       greedy_reward_B: the weighted sum for the greedy completion of each sample's prompt; zeros unless the advantage
         estimator reads it.
