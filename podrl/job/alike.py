@@ -265,7 +265,7 @@ def _of_file(file: epath.Path, cache: Cache | None = None) -> str:
 
 
 def _of_weights(file: epath.Path) -> str:
-    """Describes a file by its size and a checksum of pieces all over it, since any training changes all of the file."""
+    """Describes a file by its size and a checksum of pieces all over it, because training changes the whole file."""
     size, digest = sources.size(file), hashlib.sha256()
     with open(file, "rb") as content:
         for i in range(_BLOCKS):

@@ -111,14 +111,14 @@ class MismatchGate:
         Args:
           bound: largest accepted mean of |trainer's log-probability - sampler's log-probability| per token, nats.
           patience: number of steps in a row above the bound after which the run stops; 0 never stops it.
-          section: configuration section of both settings, for messages.
+          section: configuration section of `bound` and `patience`, for messages.
           stale: True if the samples may come from older weights than the trainer's; changes only the error's advice.
         """
         self._bound, self._patience, self._section = bound, patience, section
         self._stale, self._above = stale, 0
 
     def check(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Counts the steps in a row above the bound.
+        """Counts how many steps in a row were above the bound.
 
         Raises:
           ValueError: the last `patience` steps were all above the bound.

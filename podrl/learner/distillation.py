@@ -81,7 +81,7 @@ class DistilledGRPO(GRPO):
             self._shape_on(cluster.actor_mesh)  # contradicting settings fail here, not in the first step
 
     def _shape_on(self, mesh: Mesh) -> PackShape:
-        """Computes the packed shape of a mini-batch for a teacher on a mesh; prompts may also hold a hint.
+        """Computes the packed shape of a mini-batch for a teacher on a mesh, with room for a hint in each prompt.
 
         Raises:
           ValueError: a prompt with a hint leaves no position for an answer, or a sample with a hint is longer than a
@@ -180,7 +180,7 @@ class DistilledGRPO(GRPO):
         return TranslatedBatch.of(rollouts, self.cluster.tokenizer, teacher.tokenizer, longest=longest, of_B=of_B)
 
     def _read(self, reading: "_TeacherView", chosen: np.ndarray, rollouts: Rollouts) -> np.ndarray:
-        """Scores some samples in a teacher's reading, and moves each score to its token in the policy's samples."""
+        """Scores some samples as a teacher reads them, and moves each score to its token in the policy's samples."""
         read = reading.view.rollouts
         placement = packing.place_samples(read, chosen, self._shape_on(reading.mesh))
         found = fetch(reading.score(placement.batch(placement.layout(read.tokens_BT[chosen]))), reading.mesh)
@@ -189,7 +189,7 @@ class DistilledGRPO(GRPO):
     def _score_ids(self, step: int, experience: Experience, read: Rollouts) -> IdScores:
         """Finds the policy's likeliest ids at each sampled token, and scores these ids with the teacher.
 
-        `read` are the samples as the teacher reads them. The policy's packing and the teacher's packing put a sampled
+        `read` holds the samples as the teacher reads them. The policy's packing and the teacher's packing put a sampled
         token at different places; the token's number among the sampled tokens is the same in both.
         """
         actor, rollouts = self.cluster.actor, experience.rollouts
@@ -215,8 +215,8 @@ class DistilledGRPO(GRPO):
         """Lists the samples whose rows lie on this process's devices, in the packing of the policy or of a teacher."""
         own, teachers = super().needed(step, experience), self.cluster.teachers
         if any(teacher.tokenizer is not None for teacher in teachers):
-            # The row of a sample depends on the lengths of all samples in the teacher's tokens, and only the texts of
-            # all samples tell these lengths.
+            # The row of a sample depends on the number of the teacher's tokens of every sample, and these numbers
+            # follow only from the policy's tokens of all samples.
             return np.arange(len(experience.rollouts.length_B))
         hinted = TEACHER_PROMPT in experience.rollouts.prompts.fields or self._teacher.teacher != "reference"
         if not (teachers or hinted):
@@ -233,7 +233,7 @@ class DistilledGRPO(GRPO):
         return np.unique(np.concatenate([own, *rows]))
 
     def update(self, step: int, batches: Sequence[Batch[Any]], weighed: list[PyTree] | None = None) -> Metrics:
-        """Makes the updates of a step, and then moves the teacher if it is the policy's moving average."""
+        """Makes the updates of a step; if the teacher is the policy's moving average, then updates the average, too."""
         metrics = super().update(step, batches, weighed)
         if self._teacher.teacher == "ema":
             self.cluster.actor.move_average(self._rate)
@@ -346,7 +346,7 @@ class _TeacherView:
     """A teacher, and the samples in the form that the teacher reads.
 
     Attributes:
-      view: the samples in the teacher's reading.
+      view: the samples as the teacher reads them.
       of_B: True for the samples that the teacher scores.
       mesh: mesh of the teacher's weights.
       score: function that scores a packed host batch on `mesh`.

@@ -134,7 +134,7 @@ class Generator:
         Args:
           prompts: prompts of `config.prompt_batches` batches; with `rollout.clock='wall'`, the prompt of one group.
           step: step for which the prompts are submitted; a part of every sample's random key.
-          partial: samples of the batch that another process began; None if there are none.
+          partial: samples that were begun before, by another host or before a restart; None if there are none.
 
         Raises:
           ValueError: `partial` has another number of samples than the settings ask for.

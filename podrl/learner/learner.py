@@ -40,7 +40,7 @@ from podrl.trainer.pack_shape import PackShape
 from podrl.types import BatchError, Experience, Rollouts
 from podrl.view.report import write_ending
 
-# What to use instead of arguments of TRL's GRPOTrainer, by their names.
+# For the name of each argument of TRL's GRPOTrainer that podrl lacks, what to use instead.
 _TRL_ARGUMENTS = {
     "model": "it is RLCluster(actor=...), and the cluster is the first argument of the learner.",
     "args": "its settings are fields of podrl.RLTrainingConfig, of podrl.RolloutConfig and of the second argument of "
@@ -471,7 +471,7 @@ class SampleLearner(SavedByRun):
         Dynamic sampling needs the whole share to replace groups, and some reward functions get whole batches.
         """
         config = self._reward_config
-        in_process = any(not isinstance(fn, str) for fn in config.fns)  # functions of this process get whole batches
+        in_process = any(not isinstance(fn, str) for fn in config.fns)  # function objects are called with whole batches
         return self.config.dynamic_sampling or in_process or config.calls == "batch"
 
     def _settings(self, prompts_per_step: int) -> dict[str, Any]:

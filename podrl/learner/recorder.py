@@ -29,7 +29,8 @@ from podrl.rundir.summary import brief, eval_records
 from podrl.types import Policy
 
 _CURRICULUM = "curriculum."  # prefix of the curriculum's arrays in a checkpoint
-# Scores a policy after a step: eval/* metrics and a few samples; None if another process has them.
+# A function that scores a policy after a step, and returns eval/* metrics and a few samples; None if another process
+# has them.
 Evaluate = Callable[[Policy, int], tuple[dict[str, float], list[LogRecord]] | None]
 
 
@@ -48,9 +49,9 @@ class BesideTraining(Protocol):
         ...
 
     def unsaved(self) -> bool:
-        """True if the evaluation that was begun has failed and will never end.
+        """True if the evaluation that was begun has failed.
 
-        A run that resumes from the newest checkpoint then begins the evaluation again.
+        No checkpoint may be saved then, so that a resumed run begins the evaluation again.
         """
         ...
 
@@ -287,7 +288,7 @@ class Recorder:
         self._last = time.monotonic()
 
     def _end_evaluation(self, *, wait: bool) -> None:
-        """Writes the evaluation that evaluation hosts made, if its scores have come; with `wait`, waits for them."""
+        """Writes the evaluation that evaluation hosts made, if its scores have arrived; with `wait`, waits for them."""
         if self._beside is None:
             return
         with self._run.watchdog.stage("evaluation"):

@@ -102,7 +102,7 @@ class SampleReport:
         return metrics
 
     def finished(self, values: dict[str, float]) -> dict[str, float]:
-        """Replaces `sampler/moment_*` by measures made from them, and divides metrics by age by the age's tokens."""
+        """Replaces `sampler/moment_*` by measures made from them, and makes each metric of an age a mean (`divided`)."""
         if "sampler/moment_x" not in values:
             return values
         values |= derived(values)

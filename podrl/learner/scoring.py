@@ -55,7 +55,7 @@ class IdScores(Scores):
 
     Attributes:
       number_BT: number of each sampled token among all sampled tokens of the batch, from 1 on; 0 on other tokens.
-      id_XK: likeliest ids at the place of each sampled token; token number x has row x, and no loss reads row 0.
+      id_XK: likeliest ids at the position of each sampled token; token number x has row x, and no loss reads row 0.
       teacher_logprob_XK: log-probabilities of these ids under the teacher, nats.
     """
 
@@ -119,7 +119,7 @@ def differences_by_routes(
       cluster: the models.
       rollouts: all samples of the step, with recorded routes.
       chosen: numbers of the samples of the update.
-      loss_mask_BT: mask of the loss tokens of all samples; `chosen` must have one at least.
+      loss_mask_BT: mask of the loss tokens of all samples; the samples in `chosen` must have at least one loss token.
       shape: packed shape of the update.
 
     Returns:
@@ -143,7 +143,9 @@ def differences_by_routes(
 
 
 def compared(batches: Sequence[Batch[PolicyRows]]) -> list[Metrics]:
-    """Measures `mismatch` on batches without an update; their old log-probabilities are the trainer's.
+    """Computes the metrics of `mismatch` on batches that are not trained on.
+
+    The old log-probabilities of the batches must be the trainer's.
 
     Each batch is finished before the next one starts, so that programs do not pile up on the device.
     """

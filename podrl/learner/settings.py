@@ -201,7 +201,7 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
 
     @property
     def correction(self) -> str:
-        """The sampler correction in use: by default tis for stale samples, unless the ratio divides by the sampler."""
+        """The sampler correction in use; 'auto' is tis for stale samples, unless old_logprob='sampler' needs none."""
         stale = self.max_staleness and self.old_logprob != "sampler"
         return "tis" if self.sampler_correction == "auto" and stale else super().correction
 

@@ -35,7 +35,7 @@ class TranslatedBatch:
     def of(
         rollouts: Rollouts, own: Tokenizer, theirs: Tokenizer, *, longest: int, of_B: Bool[np.ndarray, " B"]
     ) -> "TranslatedBatch":
-        """Translates samples.
+        """Translates samples into the tokens of a teacher's tokenizer.
 
         Args:
           rollouts: samples whose prompts have the field `teacher_prompt`.
@@ -99,7 +99,7 @@ class TranslatedBatch:
 def aligned(
     tokens: Sequence[int], sampled: Sequence[bool], own: Tokenizer, theirs: Tokenizer, *, behind: int, most: int
 ) -> tuple[list[int], np.ndarray, np.ndarray]:
-    """Translates the tokens that follow a prompt.
+    """Translates the tokens that follow a prompt into a teacher's tokens, and finds the spans of text that they share.
 
     Args:
       tokens: the policy's ids after the prompt.

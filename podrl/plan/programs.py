@@ -361,7 +361,7 @@ class _Ends:
       places: shardings of the moved leaves at the target.
       held: bytes that a trainer chip holds, including the leaves that move.
       kept: bytes that a rollout chip holds: pools, and one copy of the policy, because every leaf is freed before its
-        successor comes.
+        successor arrives.
     """
 
     plan: TransferPlan

@@ -188,7 +188,8 @@ def simulate(lengths_N: Int[np.ndarray, " N"], speeds: Speeds, *, load: Load, st
     windows, quanta = TokenClock(load.rollout, staleness=staleness), {}
     left = [list(batch) for batch in batches]
     waits = 2 * speeds.plan_s / max(load.rollout.steps_per_dispatch * speeds.decode_s, 1e-12)
-    clock = trainer = 0.0  # begin of the window, end of the newest update
+    # `clock`: time at which the window begins. `trainer`: time at which the newest update ends.
+    clock = trainer = 0.0
     worked, drawn, steps, calls = {"trainer": 0.0, "rollout": 0.0}, 0, 0, 0
     since = 0.0
     for window in range(STEPS):

@@ -51,7 +51,7 @@ class ORPOConfig:
       batch_size: number of pairs per step; a step makes one update.
       max_length: largest number of tokens of prompt and answer together; longer pairs are left out or are an error, as
         data.long_prompts says.
-      coef: weight of the odds ratio beside the likelihood of the chosen answer.
+      coef: weight of the odds-ratio term, which is added to the negative log-likelihood of the chosen answer.
     """
 
     batch_size: Count = 32

@@ -45,7 +45,8 @@ class EvaluationShares:
         """
         self._pod, self._deadline_s, self._ending = pod, deadline_s, ending
         self._changed = threading.Condition()
-        self._step, self._over = 0, -1  # step of the evaluation; step that the job reached, -1 until the job is over
+        # `_step`: step of the evaluation. `_over`: step that the job reached; -1 until the job is over.
+        self._step, self._over = 0, -1
         self._hosts: list[int | None] = []  # host of each share, which makes or has made it; None for a free share
         self._scores: dict[int, Message] = {}  # scores by the number of the share
         self._open_requests: dict[int, futures.Future[Message]] = {}  # open requests, by host
@@ -198,7 +199,7 @@ class EvaluationHost:
         Args:
           cluster: the cluster with this host's copy of the weights, and its decoding engine.
           evaluator: scores the policy on the held-out prompts; None if there are no prompts.
-          run: signals, the watchdog and spans; writes nothing.
+          run: signals, the watchdog and spans.
           pod: the job's processes, all connected.
           deadline_s: the longest wait for an answer of the leader, in seconds.
         """

@@ -50,7 +50,7 @@ class RemoteEvaluations:
 
         Args:
           pod: the job's processes.
-          shares: table of leases or shares on the leader; None on other trainer hosts.
+          shares: the leader's LeaseServer or EvaluationShares; None on other trainer hosts.
           deadline_s: the longest wait for the leader, in seconds.
           collect: function (name, longest wait in seconds) -> each share's scores, in the order of the records.
           done: function called with the step of each complete evaluation.
@@ -116,9 +116,10 @@ class RemoteEvaluations:
         return step, summarised(scores), samples[: len(messages[0].value["samples"])]
 
     def unsaved(self) -> bool:
-        """True if the evaluation has failed, so that a checkpoint now would lose it.
+        """True if the evaluation has failed, so that no checkpoint may be saved now.
 
-        A run that resumes from an earlier checkpoint makes the evaluation again.
+        A run that resumed from this checkpoint would not make the evaluation; from an earlier checkpoint it makes it
+        again.
         """
         return self._failed
 

@@ -131,7 +131,8 @@ class Dispatcher:
         self._open = OpenGroups(clock, size, self._group, self._ends)
         self._decided: dict[int, list[RemoteGroup]] = {}  # decided groups that hosts still serve to trainers, by step
         self._queues: dict[int, _HostQueue] = {}  # accounts of the rollout hosts, by host
-        self._start = self._at = 0  # the step at which this process began, and the step it has reached
+        # `_start`: the step at which this process began. `_at`: the step that it has reached.
+        self._start = self._at = 0
         self._clock_from = 0  # steps before this step are repeated from the journal
         self._batches = 0  # number of batches of prompts that were read since the start of the run
         self._batches_before = 0  # number of batches of prompts that had been read before the current step

@@ -27,15 +27,16 @@ from podrl.runtime.watchdog import EXIT_PREEMPTED
 from podrl.types import BatchError, Experience, Policy
 
 _LAST_WORDS_S = 300.0
-_VERDICT_S = 30 * 86400.0  # in effect no limit: an evaluation may be long; a lost trainer is noticed by other means
+# This is in effect no limit, because an evaluation may take long. A lost trainer is noticed by other means.
+_VERDICT_S = 30 * 86400.0
 _log = logging.getLogger("podrl.hosting")
 
 
 class HostRollouts:
     """Runs on a rollout host: receives weights, generates and scores the leader's groups, and serves them to trainers.
 
-    Its leases name the parts of batches that it serves, and the held-out prompts that it evaluates. Leases that a lost
-    host had may come at any time.
+    Its leases name the parts of batches that it serves, and the held-out prompts that it evaluates. Leases of a lost
+    host may arrive at any time.
     """
 
     def __init__(

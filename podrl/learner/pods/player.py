@@ -311,7 +311,7 @@ class HostPlayer:
             group.since = version
 
     def _save_late(self, groups: Sequence[OwnGroup], version: int) -> None:
-        """Offers the state of groups at the start of a window, if a checkpoint of that window can still come.
+        """Offers the state of groups at the start of a window, if a checkpoint of this window may still be saved.
 
         With `rollout.clock='wall'` nothing is offered.
         """

@@ -178,7 +178,7 @@ class RemoteRollouts:
         return self._evaluations.evaluated(wait=wait)
 
     def unsaved(self) -> bool:
-        """True if the newest evaluation has failed, so that a checkpoint now would lose it."""
+        """True if the newest evaluation has failed, so that no checkpoint may be saved now; see RemoteEvaluations."""
         return self._evaluations.unsaved()
 
     def _scores(self, name: str, deadline_s: float) -> list[Message]:
