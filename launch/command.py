@@ -159,20 +159,20 @@ def is_secret(name: str) -> bool:
 
 
 def redacted(word: str) -> str:
-    """Hides the values of variables with secret-sounding names in a flag, for printing."""
+    """Hides, for printing, the value in an --env flag whose variable sounds secret; returns other words unchanged."""
     match = re.match(r"--env=(\w+)=", word)
     return f"{match[0]}REDACTED" if match and is_secret(match[1]) else word
 
 
 def show(command: Sequence[str]) -> str:
-    """Formats a command as a shell reads it, secrets hidden: its name and verbs, then one flag to a line."""
+    """Formats a command for a shell: name and verbs in the first line, then one flag per line; secrets are hidden."""
     command = [redacted(word) for word in command]
     verbs = list(itertools.takewhile(lambda word: not word.startswith("-"), command))
     return " \\\n  ".join([shlex.join(verbs), *map(shlex.quote, command[len(verbs) :])])
 
 
 def split_extra(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Splits arguments at the first `--` into the launcher's and podrl's."""
+    """Splits arguments at the first `--` into the launcher's arguments and podrl's arguments."""
     argv = list(argv)
     if "--" not in argv:
         return argv, []

@@ -5,8 +5,9 @@
 
 Without --apply the manifest is printed and nothing else happens; with --apply --dry_run the kubectl command is printed
 after the manifest. The key that encrypts the hosts' channel, and variables of --env whose names sound secret, are in a
-Secret that is never printed; a NetworkPolicy lets only the job's own pods reach the hosts. This needs pyyaml here, and
-in the cluster JobSet 0.10 or later (https://jobset.sigs.k8s.io) and, for the queue label, Kueue.
+Secret that is never printed; without --host_network, a NetworkPolicy lets only pods of the job and of launch.gke_add
+reach the hosts. This needs pyyaml here, and in the cluster JobSet 0.10 or later (https://jobset.sigs.k8s.io) and, for
+the queue label, Kueue.
 
 What happens when a pod ends:
   trainer pod   preempted (it exits with 75, or the cluster disrupts it): all jobs of the set are recreated, however

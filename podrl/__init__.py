@@ -1,6 +1,6 @@
 """podrl: reinforcement-learning post-training of language models on TPU pods.
 
-The public names are imported when they are first used, so that `import podrl` costs nothing and touches no device.
+The public names are imported when they are first used, so that `import podrl` is fast and touches no device.
 """
 
 import difflib

@@ -554,7 +554,7 @@ def check_text(text: str, hint: object, key: str) -> bool:
 
     Raises:
       ValueError: the field takes only numbers, switches and named values, and the text is none of them; the message is
-        the same as from `check`. Or the text begins as a list and is none.
+        the same as from `check`. Or the text begins like a list but is no list.
     """
     options = _options(hint)
     if type(None) in options and text.lower() == "none" and any(_range_of(option) is not None for option in options):

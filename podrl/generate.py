@@ -491,7 +491,7 @@ def _prompts(rows: Sequence[Sequence[int]], wanted: Sequence[int], records: sour
 
 
 def _write(stream: Iterator[Any], records: sources.Records, wanted: Sequence[int], output: OutputFile) -> None:
-    """Writes each prompt after its last completion, and shows progress."""
+    """Writes the output line of each prompt once all its completions are there, and shows progress."""
     from podrl.rundir.console import Progress, make_console
 
     n, groups = output.completions, dict[int, dict[int, JsonObject]]()

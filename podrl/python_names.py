@@ -62,8 +62,8 @@ _WAYS = {
 }
 # Keys that only jobs have, by their group. Other words that begin like a group are no keys: files, tensors, methods.
 _OF_JOBS = {"model": {"size"}, "roles": {*_ROLES, "eval", "colocated"}}
-# A command keeps its flags; addresses and quoted texts stay. A key stands alone or behind '--config.' or 'config.'; a
-# simple value, such as a number, a quoted text or a path, may follow it.
+# Matches keys, and also podrl's commands, addresses and quoted texts, which `in_python` leaves unchanged. A key stands
+# alone or behind '--config.' or 'config.'; a simple value, such as a number, a quoted text or a path, may follow it.
 _KEY = re.compile(
     r"python -m podrl\.\w+(?: --?\S+| [A-Z]\S*)*|\w+://\S+|(?<!\w)'[^'\n]*'|\"[^\"\n]*\""
     r"|(?<![\w./'\"-])(?P<flag>--config\.|--(?=workdir\b)|config\.)?(?P<key>[a-z_]+(?:\.[a-z]\w*)*)"
@@ -147,7 +147,7 @@ def reword(error: Exception, own: Mapping[str, str] = {}) -> None:
 
 
 def line(text: str) -> str:
-    """Returns a line of the console as the present user reads it: with Python names while a learner's user waits."""
+    """Returns a line for the console; its keys become Python names while a call of `speaks_python` is in progress."""
     return in_python(text) if _speaking else text
 
 
@@ -182,7 +182,7 @@ def _python_names() -> Iterator[None]:
         raise
     finally:
         _speaking -= 1
-        for logger in () if _speaking else _loggers():  # an inner call has added the filter to loggers that are newer
+        for logger in () if _speaking else _loggers():  # an inner call may have added the filter to newer loggers
             logger.removeFilter(_reword_record)
 
 

@@ -300,7 +300,7 @@ def _load(args: argparse.Namespace, devices: Sequence[Any] | None = None) -> tup
       (a podrl.rollout.serving.Serving, most tokens of a prompt and its answer).
 
     Raises:
-      ValueError: no model is found, or it does not fit --context or --mesh.
+      ValueError: there is no model, or the model does not fit --context or --mesh.
     """
     import jax
     import jax.numpy as jnp

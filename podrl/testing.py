@@ -230,7 +230,7 @@ class Places:
 
 
 def sequences(seed: int = 0, *, constant_advantage: bool = True) -> dict[str, np.ndarray]:
-    """Draws the per-token arrays of a batch, by name: all tokens of all sequences in one line, for `lay_out`."""
+    """Draws the per-token arrays of a batch, by name; each holds the tokens of all sequences, one after the other."""
     rng = np.random.default_rng(seed)
     mask, length, owner = [], [], []
     for index, (prompt, loss) in enumerate(SEQUENCES):

@@ -39,14 +39,15 @@ class BatchError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Prompts:
-    """P distinct prompts on the host, with fields for reward functions and the position in the data after the prompts.
+    """P prompts on the host, with fields for reward functions and the position in the data after the prompts.
 
     Attributes:
       tokens_PT: prompt tokens, right-padded with the pad id.
       length_P: number of tokens in each prompt, at least 1.
       index_P: position of each prompt in the data stream since step 0; part of every sample's random key.
       text: the prompts as text, one per row.
-      fields: task fields handed to reward functions, each a sequence of P values (question, answer, ...).
+      fields: fields of the tasks (question, answer, ...), each a sequence of P values; reward functions and environments
+        read them.
       data_state: the data iterator's state after this batch, as JSON bytes.
     """
 

@@ -533,7 +533,7 @@ def check_text(key: str, text: str, algorithm: str) -> bool:
     """Refuses a command-line override that its key cannot hold, such as 2.5 for a whole number.
 
     Returns:
-      True if the text is None and the key holds a number or None.
+      True if the text is 'none' and stands for None, in a key whose other values are numbers.
 
     Raises:
       ValueError: the key cannot hold the text; the message names the key, the text and the allowed values.
@@ -708,7 +708,7 @@ def _check_models(job: Job) -> None:
 
 
 def _no_reference(job: Job) -> str:
-    """Returns the reason why the reference has no weights of its own, which offloading needs; '' if it has some."""
+    """Returns the reason why the reference has no weights of its own, which could be offloaded; '' if it has them."""
     taught = job.algo.distillation if job.section == "grpo" else None
     if job.model.teachers or (taught and taught.teacher in ("current", "ema")):
         return "the job's teachers are not model.reference"

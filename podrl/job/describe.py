@@ -129,7 +129,7 @@ def print_plan(
     if not console.quiet:
         for text in doubtful(job, pod=pod is not None):
             console.print(f"Warning: {text}")
-    warns = not console.quiet and (dry or job.kind.offline)  # GRPO and PPO warn of it themselves
+    warns = not console.quiet and (dry or job.kind.offline)  # GRPO and PPO print this warning themselves
     of_update = (job.mini_batch_size, job.group_size)
     for text in other_micro_batches(job.trainer, job.pack_shape(on.trainer), *of_update) if warns else ():
         console.print(f"Warning: {text}")

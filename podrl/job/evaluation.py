@@ -81,7 +81,7 @@ def evaluation_data(job: Job) -> tuple[DataConfig | None, Mapping[str, str]]:
 
     Returns:
       Two values. The first is the settings with only the sources that hold records out, or None if no source does. The
-      second maps the name of each other source to a text that names a record without an answer, and its fields.
+      second maps the name of each other source to a text that names a record without an answer and the record's fields.
     """
     data = job.data
     parts = () if not job.kind.offline or data.eval_path else split(data, job.kind.form).parts

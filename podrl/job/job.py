@@ -214,7 +214,7 @@ def run(
 
     Args:
       values: the configuration, as plain nested mappings.
-      workdir: the run directory, local or gs://; a run that is there is resumed.
+      workdir: the run directory, local or gs://; if it holds a run, the run is resumed.
       command: command or Python call that started the job, for the message that says how to resume.
       pod: the job's processes, each of which calls this function; None if there is one process.
       profile: first and last step to profile, as in '120:125'; '' for none.
@@ -393,7 +393,7 @@ _LOADERS = {TRAINER: ("model.path", "model.reference", "model.teachers", "model.
 
 @contextlib.contextmanager
 def _open_run(job: Job, workdir: str, pod: Pod | None, command: str) -> Iterator[Run]:
-    """Opens the run directory for a `with` block; its errors get a note about the saved step and how to resume."""
+    """Opens the run directory for a `with` block; some errors of the block get a note on how to resume the run."""
     current = _make_run(job, workdir, pod)
     current.command = command
     if pod is not None:

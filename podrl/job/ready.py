@@ -92,7 +92,7 @@ def check_fit(job: Job, tokenizer: Tokenizer) -> None:
     of a model that has another tokenizer and will read the policy's ids.
 
     Raises:
-      ValueError: one of them does not fit; the message names its key.
+      ValueError: a tokenizer, a model or a setting does not fit; the message names its key.
     """
     model = model_of(job)
     with named("model.path", job.model.path):

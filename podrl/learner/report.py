@@ -102,7 +102,8 @@ class SampleReport:
         return metrics
 
     def finished(self, values: dict[str, float]) -> dict[str, float]:
-        """Replaces `sampler/moment_*` by measures made from them, and makes each metric of an age a mean (`divided`)."""
+        """Replaces `sampler/moment_*` by measures made from them, and makes metrics by age means over the tokens of an
+        age (`divided`)."""
         if "sampler/moment_x" not in values:
             return values
         values |= derived(values)
