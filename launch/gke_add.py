@@ -9,8 +9,8 @@ the name that JobSet gives it.
 
 What happens to the added pods:
   a pod ends      it is restarted in place, like a rollout pod of the job, even while the trainers are recreated or if
-                  its machine is taken away. After 20 restarts per host (gke.ROLLOUT_RETRIES) these pods are given up,
-                  because the job has then probably failed.
+                  its machine is taken away. After 20 restarts per host (gke.ROLLOUT_RETRIES) these pods are not started
+                  again, because the job has then probably failed.
   the job's end   the added set is complete; when the job's set is deleted, the added set is also deleted.
   fewer hosts     after `kubectl delete jobset NAME` each pod gets SIGTERM and leaves after its step; the job goes on.
 """

@@ -46,8 +46,8 @@ class Prompts:
       length_P: number of tokens in each prompt, at least 1.
       index_P: position of each prompt in the data stream since step 0; part of every sample's random key.
       text: the prompts as text, one per row.
-      fields: fields of the tasks (question, answer, ...), each a sequence of P values; reward functions and environments
-        read them.
+      fields: fields of the tasks (question, answer, ...), each a sequence of P values. Reward functions and
+        environments read them.
       data_state: the data iterator's state after this batch, as JSON bytes.
     """
 

@@ -1,8 +1,8 @@
 """Reads records from files of several formats; the error about a malformed file names the file and the line.
 
 Every record is checked when its file is opened. Records of .jsonl, .csv and ArrayRecord files on a disk stay there, and
-are read again on access: the process keeps only the place and the checksum of each record, about 20 bytes, however long
-the records are. Parquet files, and files in a bucket, are kept in memory.
+are read again on access: of a .jsonl or .csv file the process keeps only the place and the checksum of each record, 20
+bytes in all. Parquet files, and files in a bucket, are kept in memory.
 """
 
 import array

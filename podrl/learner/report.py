@@ -162,7 +162,8 @@ def episode_metrics(rollouts: Rollouts) -> dict[str, float]:
     """Computes the metrics of the episodes that have turns; none if no sample has an environment.
 
     episode/* are means of turns, calls and tokens from outside, percentiles of seconds, and numbers of episodes that a
-    limit ended. tools/NAME/* are metrics of one tool, env/NAME and front/NAME means of the environments' own metrics.
+    limit ended. tools/NAME/* are metrics of one tool. env/NAME and front/NAME are means of the metrics in the episodes'
+    records.
     """
     episodes = [episode for episode in rollouts.episodes if episode["turns"]]
     if not episodes:  # no sample has a turn; samples that ran out of time are still reported
