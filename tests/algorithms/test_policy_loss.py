@@ -454,7 +454,7 @@ def test_metrics_by_age_are_means_over_the_tokens_of_that_age(old):
         for name, value in values.items():
             assert means[f"{name}_stale_{age}"] == pytest.approx(value[here].mean(), rel=1e-12), name
     assert means["sampler/abs_diff"] == pytest.approx(diff[keep].mean())
-    assert not [name for name in means if name.endswith("_stale_2")], "no token is two updates old"
+    assert not [name for name in means if name.endswith("_stale_2")], "no token is two steps old"
 
 
 def test_tokens_beyond_the_bound_leave_the_policy_loss_and_stay_in_its_denominators():
