@@ -180,7 +180,10 @@ def test_what_a_test_file_depends_on(test, files, checkout):
         (["tests/y/acts.py", "tests/x/test_late.py"], ALL - {"late", "helped"}),
         (["configs/first.py"], ALL - {"config"}),  # the word 'first' counts in files of tests/, not in podrl/plain.py
         (["tests/y/data/some.json"], ALL - {"data"}),
-        (["podrl/view/static/page.js"], ALL - {"late", "helped", "package"}),  # podrl/plain.py has the word 'static'
+        (
+            ["podrl/view/static/page.js"],
+            ALL - {"late", "helped", "package"},
+        ),  # podrl/plain.py names the folder 'static'
         (["configs/first.py", "podrl/start.py"], ALL - {"config", "late"}),
         (["tests/setup_of_all.py"], set()),
         (["podrl/data.json"], set()),

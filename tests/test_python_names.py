@@ -67,7 +67,7 @@ def test_words_that_are_no_keys_and_flags_of_commands_stay():
     assert in_python("--workdir=gs://b/r-1/lr=3e-4 is in use, and model.path=../a.b: bad.") == said
     assert in_python("harder data (data.path), or grpo.beta") == "harder data (train_ds), or GRPOConfig.beta"
     assert in_python("log.trace").startswith("log.trace. log.trace is a key of podrl.run; with a learner, pass train(")
-    assert not in_python("log.trace").endswith(".")  # the finding that holds this text adds the full stop
+    assert not in_python("log.trace").endswith(".")  # the doctor's finding adds the full stop
 
 
 def test_settings_name_their_class_to_the_caller_who_made_them_and_their_key_to_podrl():

@@ -24,7 +24,7 @@ from podrl.mappings import Record, TaskFields
 from podrl.types import Prompts
 
 _log = logging.getLogger("podrl.data")
-_OUTLIER = 4  # a prompt is unusually long if it exceeds this many times the length that 99 of 100 prompts do not exceed
+_OUTLIER = 4  # the longest prompt is reported if it exceeds this many times the 99th percentile of lengths
 
 
 class _Task(NamedTuple):

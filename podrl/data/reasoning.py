@@ -80,7 +80,7 @@ class ReasoningGym:
 
 
 class ReasoningProblems(Records):
-    """The problems of one split of a dataset; each is written when it is read."""
+    """The problems of one split of a dataset; the worker process makes a problem each time the problem is read."""
 
     def __init__(self, dataset: ReasoningGym, split: Split) -> None:
         super().__init__(dataset.path, range(dataset.size))  # pyright: ignore[reportArgumentType]

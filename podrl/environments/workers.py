@@ -33,7 +33,7 @@ class EpisodeObservation:
       reward: reward of the previous turn, assigned to that turn's last sampled token.
       records: outside answers that went into the observation, JSON objects with the keys "by", "text", "seconds",
         "failed" and "replayed", one per call.
-      cuts: character ranges [start, end) of `observation` that came from tools, ascending, one group per tool output.
+      cuts: for each tool output, its character ranges [start, end) in `observation`, ascending.
       cut_tokens: largest number of tokens of each group. The environment's process has no tokenizer, so `observation`
         is not shortened yet: the engine's side applies `podrl.environments.calls.shortened` before it encodes the text.
       chat: fields of a podrl.rollout.branches.ChatRequest, which replaces the observation; None for an observation.

@@ -256,10 +256,11 @@ class Generator:
         return rollouts, np.concatenate(rewards, axis=1), time.monotonic() - started
 
     def signal(self, group: GroupInFlight) -> bool | None:
-        """Tells whether the rewards of one prompt's samples differ; True if the run has no dynamic sampling.
+        """Tells whether the rewards of one prompt's samples differ.
 
         Returns:
-          True or False; None as long as a sample has not ended or a reward is not known.
+          True if they differ, or if the run has no dynamic sampling; False if all are equal; None as long as a sample has
+          not ended or a reward is not known.
 
         Raises:
           BatchError: a reward function failed.

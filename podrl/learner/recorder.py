@@ -224,7 +224,7 @@ class Recorder:
         self._end_evaluation(wait=False)  # `_trained` is set, so `rescue` can save this step if this call fails
 
     def _take_times(self) -> dict[str, float]:
-        """Returns time/STAGE of each stage: seconds since the last call."""
+        """Returns time/STAGE for each stage: the seconds spent in the stage since the last call."""
         return {f"time/{stage}": seconds for stage, seconds in self._run.watchdog.take_spent().items()}
 
     def save(self, step: int, in_flight: Sequence[InFlight]) -> None:

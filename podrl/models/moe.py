@@ -55,7 +55,8 @@ _WEIGHTS = {
     "expert_out_lora_b": ("ERD", ("expert", "rank", "embed")),
 }
 GROUPED_DIM = {"expert_in": 2, "expert_out": 1}  # dimension along which inputs share a scale, see grouped_dim
-_PARTS = {"expert_in": (0, 1), "expert_out": (None,)}  # matrices of a leaf for one expert: gate and up, or the only one
+# Indices of an expert's matrices in a leaf: 0 is gate and 1 is up; None if the leaf has one matrix for each expert.
+_PARTS = {"expert_in": (0, 1), "expert_out": (None,)}
 
 
 def param_shapes(config: ModelConfig) -> Mapping[str, tuple[tuple[int, ...], tuple[str, ...], float]]:

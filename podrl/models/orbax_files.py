@@ -157,7 +157,7 @@ def _read_leaf(folder: Place, path: tuple[str, ...], leaf: jax.ShapeDtypeStruct,
 
 
 def _bytes_read(stored: Any) -> int:
-    """Computes the bytes of a leaf in whole chunks, which is the most that one read can take."""
+    """Computes the bytes of a leaf rounded up to whole chunks: the most memory that one read can need."""
     chunk = stored.storage.chunk_shape if stored.storage is not None else stored.shape
     whole = [math.ceil(size / part) * part for size, part in zip(stored.shape, chunk or stored.shape, strict=True)]
     return math.prod(whole) * np.dtype(stored.dtype).itemsize

@@ -20,7 +20,7 @@ from podrl import python_names
 
 # Number of columns that is enough for the tables when the output goes to a file.
 _WIDTH = 124
-_NARROW = 60  # a terminal with fewer columns gets a run's table without means
+_NARROW = 60  # a terminal with fewer columns gets a run's table without the columns of means
 _LAST = 10  # number of steps over which a mean is taken
 
 

@@ -44,7 +44,8 @@ def mean(mean: float, error: float | None) -> tuple[float, float] | None:
 
 
 def share_difference(value_P: Sequence[float]) -> tuple[float, float]:
-    """Returns the interval of the change of a share on the same records, (low, high) within [-1, 1].
+    """Returns the 95 % confidence interval of a share's change between two evaluations of the same records: (low, high)
+    within [-1, 1].
 
     Agresti and Min (2005): computed as if there were two more records, one without a change, and one that counts half
     as a change of +1 and half as a change of -1.

@@ -13,7 +13,7 @@ import jax
 from podrl.storage.storage import StorageError, is_remote, locate
 
 FOLDER = "profile"
-_STEPS = 3  # number of steps that a signal requests
+_STEPS = 3  # number of steps to profile after a signal
 _log = logging.getLogger("podrl.profiler")
 
 

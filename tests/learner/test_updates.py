@@ -357,7 +357,7 @@ def test_a_group_with_a_failed_sample_teaches_nothing_and_is_not_reported(bench)
 
 
 def test_a_step_that_loses_every_group_teaches_nothing_and_has_no_reward(bench):
-    """One failed sample in each group is few enough for the run to go on."""
+    """One sample in each group has failed, and no sample has loss tokens."""
     algorithm = GRPO(bench.cluster, parsed("grpo", {"num_iterations": 1}).algo, samples=B, log=print)
     whole, stop_B = bench.experience.rollouts, np.where(np.arange(B) % G == 1, STOP_FAILED, STOP_EOS)
     rollouts = dataclasses.replace(whole, mask_BT=np.zeros_like(whole.mask_BT), stop_B=stop_B)

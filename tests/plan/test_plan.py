@@ -438,8 +438,6 @@ def test_what_does_not_fit_ends_with_1_and_a_knob_that_helps():
     assert any(trial["fits"] and "trainer.remat=dots" in trial["keys"] for trial in plan["knobs"]["train step"])
 
 
-@pytest.mark.nightly("podrl/plan", "podrl/models", "podrl/trainer", "podrl/engine/engine.py")
-@pytest.mark.slow
 def _setting(monkeypatch: pytest.MonkeyPatch, topology: str, **changes: dict) -> Setting:
     """Returns the default job with some changed keys; trainer and rollout have a machine `topology` each."""
     env = dict(os.environ)
@@ -611,6 +609,8 @@ _MESHES = ("data=4", "tensor=4")
 _PROMPTS = {"max_prompt_length": 64, "data_type": "bfloat16"}
 
 
+@pytest.mark.nightly("podrl/plan", "podrl/models", "podrl/trainer", "podrl/engine/engine.py")
+@pytest.mark.slow
 @needs_libtpu
 def test_a_move_that_does_not_fit_gets_only_knobs_that_make_it_smaller(monkeypatch: pytest.MonkeyPatch):
     setting = _setting(monkeypatch, "v5e:2x2")

@@ -214,7 +214,7 @@ class HostPlayer:
             self._save_each([group for group in groups if group.submit_step > at], at)
 
     def _save_each(self, groups: Sequence[OwnGroup], at: int) -> None:
-        """Offers the state of each group at the start of a window."""
+        """Offers each group's state at the start of its window for the checkpoint after step `at`."""
         for group in groups:
             self._offer_state(at, part_of(at, group.key), group.part(at).message())
 

@@ -83,12 +83,12 @@ class Sandboxes:
             found = self._test(_PROBE)
         if found.get("passed") != [True]:
             self.close()
-            tried = "namespaces of its own and bubblewrap" if self._bwrap else "namespaces of its own"
+            tried = "new namespaces, and then bubblewrap," if self._bwrap else "new namespaces"
             raise RefusedError(
-                f"this host does not isolate a program by {tried} ({found.get('refused') or found.get('said')}). It "
-                "must allow user namespaces (user.max_user_namespaces above 0, kernel.unprivileged_userns_clone=1, "
-                "kernel.apparmor_restrict_unprivileged_userns=0, in a container a seccomp profile with unshare and "
-                "mount), on Linux 5.14 or later; or have bubblewrap."
+                f"this host cannot isolate programs: {tried} failed ({found.get('refused') or found.get('said')}). On "
+                "Linux 5.14 or later, allow user namespaces (user.max_user_namespaces above 0, "
+                "kernel.unprivileged_userns_clone=1, kernel.apparmor_restrict_unprivileged_userns=0, in a container a "
+                f"seccomp profile with unshare and mount){'' if self._bwrap else ', or install bubblewrap'}."
             )
 
     def _start_server(self) -> None:
