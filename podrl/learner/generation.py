@@ -259,8 +259,8 @@ class Generator:
         """Tells whether the rewards of one prompt's samples differ.
 
         Returns:
-          True if they differ, or if the run has no dynamic sampling; False if all are equal; None as long as a sample has
-          not ended or a reward is not known.
+          True if they differ, or if the run has no dynamic sampling; False if all are equal; None as long as a sample
+          has not ended or a reward is not known.
 
         Raises:
           BatchError: a reward function failed.

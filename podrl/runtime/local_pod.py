@@ -1,8 +1,7 @@
 """Runs the processes of a pod on one machine: one process per fake host, output prefixed with the process's name.
 
-The pod's exit code is the exit code of the first process whose failure ended the job. If a signal killed the process that
-failed, the pod's exit code is 42.
-The processes of the pod end with the process that started them, even if that process is killed.
+The pod's exit code is the exit code of the first process whose failure ended the job, or 42 if a signal killed the
+process that failed. The processes of the pod end with the process that started them, even if that process is killed.
 """
 
 import contextlib

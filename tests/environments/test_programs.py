@@ -635,7 +635,7 @@ def test_a_process_that_got_the_number_of_a_program_that_has_ended_is_not_killed
 
 
 def kill_when_ready(code: str, directory: pathlib.Path) -> list[int]:
-    """Runs a program until it has written process ids and then "all" to `pids`; kills it and returns the process ids."""
+    """Runs a program until it has written process ids and then "all" to `pids`; kills it and returns the ids."""
     pids = directory / "pids"
 
     async def start_and_kill():
