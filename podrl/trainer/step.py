@@ -65,19 +65,26 @@ def make_train_step(
     moe.check_balance(config, balance_coef)
 
     def objective_on(devices: Mesh, balance: Array | None = None) -> Objective:
-        how = {"temperature": temperature, "dtype": dtype, "remat": remat, "balance": balance}
-        return objective_of(Forward(config=config, mesh=devices, **how), loss)
+        forward = Forward(
+            config=config, mesh=devices, temperature=temperature, dtype=dtype, remat=remat, balance=balance
+        )
+        return objective_of(forward, loss)
 
     def balanced(per_token: Array) -> Objective:
         return objective_on(mesh, per_token * (balance_coef / config.routed_layers))
 
     abstract = parameters.abstract_params(config, mesh, jnp.dtype(param_dtype))
     trainable, _ = parameters.split_trainable(abstract, config)
-    more = {
-        "balanced": balanced if balance_coef else None,
-        "by_row": not getattr(inspect.unwrap(loss), "batch_dependent", False),
-    }
-    return make_update(objective_on, trainable, join, optimizer, mesh, seed=seed, **more)
+    return make_update(
+        objective_on,
+        trainable,
+        join,
+        optimizer,
+        mesh,
+        seed=seed,
+        balanced=balanced if balance_coef else None,
+        by_row=not getattr(inspect.unwrap(loss), "batch_dependent", False),
+    )
 
 
 def make_update(
