@@ -401,7 +401,7 @@ def _accumulate_by_device(
       objective_on: function of a mesh of one device that returns the objective to minimise.
       join: function (trainable, frozen) -> parameters that the objective takes.
       trainable: trainable parameters.
-      frozen: frozen parameters.
+      frozen: frozen parameters; leaves that wait in the host's memory are copied to the devices.
       batch: packed rows.
       key: random key of the step; each device derives a key of its own.
       mesh: devices that hold the state and the batch.
@@ -418,7 +418,7 @@ def _accumulate_by_device(
     whole = jax.sharding.PartitionSpec()
     # Without the check of varying axes: gradients are sums of one device until the end.
     run = jax.shard_map(sums, mesh=mesh, in_specs=(whole, whole, rows, whole), out_specs=whole, check_vma=False)
-    return run(trainable, frozen, batch, key)
+    return run(trainable, offload.fetched(frozen), batch, key)
 
 
 def _cuts_rows_only(mesh: Mesh, batch: Batch[Any]) -> bool:
@@ -432,9 +432,8 @@ def _cuts_rows_only(mesh: Mesh, batch: Batch[Any]) -> bool:
 
 
 def _is_small(params: PyTree) -> bool:
-    """Returns True if parameters have at most `_SMALL_BYTES`, and none of them waits in the host's memory."""
-    leaves = jax.tree.leaves(params)
-    return sum(x.size * x.dtype.itemsize for x in leaves) <= _SMALL_BYTES and not any(map(offload.waits, leaves))
+    """Returns True if parameters have at most `_SMALL_BYTES`."""
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params)) <= _SMALL_BYTES
 
 
 def _placed_like(grads: PyTree, placed: PyTree, mesh: Mesh) -> PyTree:
