@@ -119,6 +119,11 @@ class Device:
             self.state = engine.write_memories(self.state, self._places(shard, place), *blocks)
 
     @_on_all_hosts
+    def share(self, store: str, source: str) -> None:
+        """Gives a store the host copy of the spilled store `source`, which keeps it; the copies never change."""
+        self.spilled[store] = self.spilled[source]
+
+    @_on_all_hosts
     def copy(self, copies_XI: np.ndarray) -> None:
         """Copies memories of linear attention from prompts to lanes; `EngineShape.pack_copies` makes `copies_XI`."""
         self.state = self.engine.copy_memories(self.state, copies_XI)

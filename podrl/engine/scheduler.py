@@ -207,6 +207,28 @@ class Scheduler:
         sample.store.spilled = False
         return [sample.store]
 
+    def fork(self, handle: int, source: int, *, position: int) -> tuple[TokenStore, TokenStore, int]:
+        """Adds a paused sample with the prompt of the sample `source` and with its tokens before `position`.
+
+        The new sample's store counts as spilled: the caller copies the first pages of the source's store to the host,
+        under the new store's name. Only for models without linear attention, whose memories cannot be cut back.
+
+        Returns:
+          The new store, whose pages have the indices of the source's pages; the source's store; their shard.
+        """
+        of = self.samples[source]
+        shared = [page for page in of.store.pages if page.start < position]
+        pages = [Page(page.index, page.start, min(page.count, position - page.start)) for page in shared]
+        store = TokenStore(("sample", handle, 0), pages, spilled=True)
+        self.samples[handle] = Sample(
+            *(handle, of.prompt, of.length, of.max_new, of.expected, of.left, position, store),
+            shard=of.shard,
+            status=Status.PAUSED,
+            grown=of.grown,
+        )
+        self._shards[of.shard].prompts[of.prompt].users += 1
+        return store, of.store, of.shard
+
     def give(self, handle: int, tokens: int) -> None:
         """Records that tokens were appended to a sample without a lane; they are fed before the sample draws more."""
         sample = self.samples[handle]

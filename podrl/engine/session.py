@@ -47,7 +47,7 @@ class Track:
       prompt: token ids of the prompt.
       sampling: settings of the sample, with `max_new` set.
       stop_ids: every id that ends or pauses the sample.
-      key: random key, uint32 (2,).
+      key: random key, uint32 (2,); it may change while the sample is paused.
       pauses: True if the sample pauses where other samples end; its caller then extends or ends it.
       finder: search for stop strings in the completion; None without stop strings.
       expected: estimate of how many tokens the sample will sample; None without an estimate.
@@ -352,6 +352,43 @@ class Session:
         else:
             last = track.limit if track.recorded else track.until  # pages as in the first run (`Track.recorded`)
             self._scheduler.resume(track.handle, left=last - track.sampled)
+
+    def fork(self, track: Track, count: int, *, held: bool = False) -> Track:
+        """Makes a paused sample whose completion begins with the first `count` tokens of another sample's completion.
+
+        If the other sample is in the session, the new one gets a copy of the keys and values of these tokens. So it
+        goes on exactly as the other sample would have gone on from there, unless the other sample has moved these keys
+        and values since (`Sample.compact`). Otherwise prefill computes them anew when the new sample is extended.
+
+        Args:
+          track: the other sample; it has not ended.
+          count: number of tokens.
+          held: True if the new sample stays out of the session.
+        """
+        versions = track.versions[:count]
+        fork = dataclasses.replace(
+            track,
+            tokens=track.tokens[:count],
+            versions=versions,
+            drawn={name: values[:count] for name, values in track.drawn.items()},
+            sampled=(sampled := sum(version >= 0 for version in versions)),
+            held=True,
+            paused=STOP_LENGTH,
+            breaks=[place for place in track.breaks if place <= sampled],
+            routes=None,
+        )
+        if track.held or held or self.engine.shape.slots:
+            return fork
+        fork.handle, fork.held = self._count, False
+        self._count += 1
+        self._tracks[fork.handle] = fork
+        position = len(track.prompt) + count - 1
+        store, source, shard = self._scheduler.fork(fork.handle, track.handle, position=position)
+        if source.spilled:
+            self.device.share(store.name, source.name)
+        else:
+            self.device.spill(store.name, shard, [page.index for page in store.pages], store.place)
+        return fork
 
     def pause(self, track: Track, stop: int) -> None:
         """Pauses a sample outside of the session for the reason `stop`, after tokens were added to its record."""

@@ -642,7 +642,8 @@ class EpisodePlayer:
             return STOP_CALLS
         # The model ended the sample itself if the last turn ends with the model's own end token and not with a stop
         # string of the environment.
-        own = track.paused == STOP_EOS and not episode.stops.get(track.tokens[-1]) and end.reason != "turns"
+        stops = [turn["stop"] for turn in episode.turns if "versions" in turn]  # a tool, too, may be called "model"
+        own = track.paused == STOP_EOS and stops[-1] == "eos" and end.reason != "turns"
         return STOP_EOS if own else STOP_ENV
 
     def _begin(self, p: int) -> None:

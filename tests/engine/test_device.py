@@ -20,8 +20,8 @@ def sent(name, args):
 
 
 def played(session, rng):
-    """Plays more samples than the pool holds; some pause at stop tokens and get further tokens, as from a tool. Returns
-    the tokens of every sample."""
+    """Plays more samples than the pool holds; some pause at stop tokens, are forked and get further tokens, as from a
+    tool. Returns the tokens of every sample."""
     tracks, openings = [], [Opening(stop_ids=(7, 8, 9, 10), max_new=12)] * 4
     for i in range(12):
         prompt = rng.integers(6, 300, rng.integers(1, 21)).astype(np.int32)
@@ -35,6 +35,9 @@ def played(session, rng):
         if not session.busy or len(paused) > 10:
             for track in paused:
                 tokens = rng.integers(6, 300, 9).tolist()[: session.room(track)]
+                if len(tracks) < 64 and not track.stop and session.room(track):
+                    tracks.append(session.fork(track, len(track.tokens)))
+                    session.extend(tracks[-1], Opening(tokens[:1], stop_ids=(7, 8, 9, 10), max_new=9))
                 session.extend(track, Opening(tokens, stop_ids=(7, 8, 9, 10), max_new=9))
             paused.clear()
     return [track.tokens for track in tracks]
@@ -50,9 +53,9 @@ def test_a_host_that_makes_the_told_calls_has_the_same_state(tiny, tight):
 
     deciding = session(lambda name, args: told.append(sent(name, args)))
     tokens = played(deciding, np.random.default_rng(3))
-    assert {name for name, _ in told} >= {"insert", "prefill", "generate", "spill", "restore"} and set(CALLS) >= {
-        name for name, _ in told
-    }
+    assert {name for name, _ in told} >= {"insert", "prefill", "generate", "spill", "restore", "share"} and set(
+        CALLS
+    ) >= {name for name, _ in told}
     other, emitted = Device(engine, engine.init_state(), params), []
     for name, args in told:
         result = CALLS[name](other, *args)

@@ -176,6 +176,38 @@ def test_samples_that_come_one_by_one_share_the_pages_of_their_prompt(tight, pol
     tight.close(session)
 
 
+@pytest.mark.parametrize("crowded", [False, True])
+def test_a_fork_goes_on_as_its_source_did(session, crowded):
+    """A sample has gone on twice. Forks from before the first and the second time go on like it, bit for bit, whether
+    the sample's cache is on the device or, if the pool is crowded, on the host."""
+    rng = np.random.default_rng(4)
+    prompt = rng.integers(6, 300, 13).astype(np.int32)
+    openings = [Opening(rng.integers(6, 300, count).tolist(), max_new=6) for count in (4, 5)]
+    (source,) = session.add(prompt, keys(rng, 1), Sampling(max_new=40), openings=[Opening(max_new=7)])
+    drain(session)
+    ends = []
+    for opening in openings:
+        ends.append(len(source.tokens))
+        session.extend(source, opening)
+        drain(session)
+    if crowded:
+        for _ in range(8):
+            session.add(rng.integers(6, 300, 20).astype(np.int32), keys(rng, 4), Sampling(max_new=40))
+        while not (spilled := session._scheduler.samples[source.handle].store.spilled):
+            session.step()
+    forks = [session.fork(source, end) for end in ends]
+    assert spilled if crowded else not session.device.spilled.keys() - {f"sample/{fork.handle}/0" for fork in forks}
+    for fork in (*forks, session.fork(source, ends[0], held=True)):
+        for opening in openings[ends.index(len(fork.tokens)) :]:
+            session.extend(fork, opening)
+            drain(session)
+        assert fork.tokens == source.tokens and fork.versions == source.versions and fork.sampled == source.sampled
+        assert (fork.drawn == source.drawn) == (fork in forks)  # prefill and decoding differ in the last bits
+        session.end(fork)
+    session.end(source)
+    assert is_empty(session)
+
+
 @pytest.mark.nightly("podrl/engine", "podrl/rollout", "podrl/models")
 @pytest.mark.slow
 def test_a_thousand_samples_that_wait_at_once_come_back_as_they_were(tiny, tight, policy):

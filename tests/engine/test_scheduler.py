@@ -321,6 +321,34 @@ def test_a_pause_keeps_what_counts():
         scheduler.resume(0, left=4)
 
 
+def test_a_fork_has_the_pages_that_its_source_had_at_the_position():
+    shape = PoolShape(shards=1, lanes=2, pages=16, page_tokens=4, steps=4, members=1, sample_pages=8)
+    scheduler = Scheduler(shape)
+    scheduler.add(0, 3, [(0, 16, None)])
+    for _ in range(3):
+        scheduler.plan()
+        scheduler.advance()
+    scheduler.pause(0, position=7)
+    pages = [(page.index, page.start, page.count) for page in scheduler.samples[0].store.pages]
+    scheduler.give(0, 5)
+    scheduler.resume(0, left=4)
+    (feed,) = scheduler.plan().feeds
+    assert len(scheduler.samples[0].store.pages) == len(pages) + 2
+    store, source, shard = scheduler.fork(1, 0, position=7)
+    assert [(page.index, page.start, page.count) for page in store.pages] == pages and pages[-1][1:] == (6, 1)
+    assert store.spilled and source is scheduler.samples[0].store and shard == 0
+    scheduler.give(1, 5)
+    scheduler.resume(1, left=4)
+    plan = scheduler.plan()
+    assert [restore.store for restore in plan.restores] == [store] and not plan.prefills
+    (other,) = plan.feeds
+    assert (other.start, other.offset, len(other.targets)) == (feed.start, feed.offset, len(feed.targets))
+    for handle in (0, 1):  # the prompt's pages stay as long as one of them needs them
+        assert ("prompt", 0, 0) in {store.key for store, _ in scheduler.stores(1)}
+        scheduler.finish(handle, grown=4, live=True)
+    assert scheduler.free_counts() == (2, 16)
+
+
 @pytest.mark.parametrize(("left", "fed"), [(4, (12, 7, 2)), (8, (5, 5, 2))])
 def test_what_lies_behind_free_places_is_fed_again_only_where_room_is_short(left, fed):
     """A sample has 5 and 7 tokens in two pages of 8 places, and gets 2 tokens. To draw 8 more it needs the free

@@ -20,6 +20,7 @@ from waits import PATIENCE_S, is_running, until
 
 from podrl import serve
 from podrl.config import merge
+from podrl.data.chat import ChatTemplate
 from podrl.data.dialogue import Dialogue
 from podrl.engine.config import Sampling
 from podrl.environments import programs
@@ -474,11 +475,28 @@ def test_requests_of_256_episodes_that_ask_three_at_once_are_in_the_rows_and_the
     assert differences(dataclasses.replace(rollouts, piece_BT=np.zeros_like(rollouts.piece_BT))) > 0.1
 
 
-def test_requests_that_open_a_branch_are_counted_by_their_reason_and_twins_draw_the_same_in_every_run(play):
-    one, two = play("twins", response=140), play("twins", response=140, workers=2)
+# This template writes the tools before the conversation; the tokenizer's own template leaves them out.
+NAMES_TOOLS = """{{ bos_token }}{% if tools %}{{ tools[0].function.name }}
+{% endif %}{% for m in messages %}<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}
+{{ m.content }}<end_of_turn>
+{% endfor %}{% if add_generation_prompt %}<start_of_turn>model
+{% endif %}"""
+
+
+@pytest.mark.parametrize("reason", ["tools", "concurrent"])
+def test_requests_that_open_a_branch_are_counted_by_their_reason_and_twins_draw_the_same_in_every_run(
+    play, serving, monkeypatch, reason
+):
+    """If the template leaves tools out, a request with other tools goes on from the same tokens as one without."""
+    parser = "call_tool"
+    if reason == "tools":
+        monkeypatch.setitem(serving._tokenizer._templates, "default", ChatTemplate(NAMES_TOOLS, "test"))
+        parser = "hermes"
+    one, two = (play("twins", response=140, parser=parser, workers=workers) for workers in (1, 2))
     for b in range(4):
         forks = {name: value for name, value in metrics_of(one, b).items() if name.startswith("front/forks/")}
-        wanted = {"history": 1.0, "tools": 1.0, "template": 0.0, "concurrent": 1.0}
+        wanted = {"history": 1.0, "tools": 0.0, "template": 0.0, "concurrent": 1.0}
+        wanted[reason] += 1.0
         assert forks == {f"front/forks/{name}": count for name, count in wanted.items()}
         drawn = [sorted(run.tokens_BT[b][run.mask_BT[b] > 0].tolist()) for run in (one, two)]
         assert drawn[0] == drawn[1]

@@ -1,6 +1,7 @@
 """Tests episodes whose requests are conversations: branches are pieces of a row, and depend only on the requests."""
 
 import dataclasses
+import itertools
 import math
 import shutil
 import types
@@ -76,6 +77,28 @@ class Orders:
         for k in map(int, order):
             said[k] += [await model.chat(list(said[k]), max_tokens=5), {"role": "user", "content": "Why?"}]
             model.reward(str(model.answers - 1), k + 1.0)
+        return podrl.Result(0.5)
+
+
+class Twins:
+    """Goes on several times from one answer, and from answers after it; a file has each sample's order of requests.
+
+    The name of a request is the name of the request from which it goes on, and a letter.
+    """
+
+    async def run(self, task, model):
+        said = {"": [USER, await model.chat([USER], max_tokens=5)]}
+        asked = {"a": "Sure?", "b": "Why?", "c": "Why?", "x": "Stop.", "ad": "No.", "ae": "Really?"}
+        with open("ORDER") as file:
+            order = file.read().splitlines()[task.sample].split()
+        for name in order:
+            more = [*said[name[:-1]], {"role": "user", "content": asked[name]}]
+            stop = ("<end_of_turn>",) if name in "bc" else ()
+            said[name] = [*more, await model.chat(more, max_tokens=8, stop=stop)]
+            model.reward(str(model.answers - 1), len(asked[name]) / 4)
+            if name == "x":
+                model.drop(model.answers - 1)
+        model.reward("0", 0.5)
         return podrl.Result(0.5)
 
 
@@ -240,11 +263,9 @@ def test_answers_that_nobody_received_leave_the_row(play, serving):
         assert metrics["chat_requests"] == 5.0 and metrics["front/dropped"] == dropped
         answers = [turn for turn in rollouts.episodes[b]["turns"] if turn["by"] == "model"]
         assert len(answers) == 5 - dropped and sum(t["tokens"] for t in answers) == rollouts.mask_BT[b].sum()
-        first, *others = pieces_of(rollouts, b)
-        texts = [serving._tokenizer.decode(tokens) for tokens, _ in (first, *others)]
-        assert len(others) == 2 - b % 2 and "Sure?" not in texts[0]
-        assert [sum(word in text for text in texts[1:]) for word in ("Why?", "Sure?")] == [1, 1 - b % 2]
-        assert first[1].sum() <= 6 and not first[1][: -int(first[1].sum())].any()
+        texts = [serving._tokenizer.decode(tokens) for tokens, _ in pieces_of(rollouts, b)]
+        assert len(texts) == 2 - b % 2 and all("4 + 5" in text for text in texts)
+        assert [sum(word in text for text in texts) for word in ("Why?", "Sure?")] == [1, 1 - b % 2]
         assert rollouts.turn_reward_BT[b].sum() == 1.0
 
 
@@ -264,10 +285,54 @@ def test_rows_do_not_depend_on_the_order_of_independent_conversations(play, tmp_
     one = found[0]
     assert one.piece_BT.max() == 2 and (one.mask_BT.sum(axis=1) > 15).all()
     for two in found[1:]:
-        for name in ("tokens_BT", "piece_BT", "mask_BT", "logprob_BT", "turn_reward_BT", "stop_B"):
-            np.testing.assert_array_equal(getattr(one, name), getattr(two, name))
-        for x, y in zip(one.episodes, two.episodes, strict=True):
-            assert (x["turns"], x["metrics"]) == (y["turns"], y["metrics"])
+        assert_alike(one, two)
+
+
+@pytest.fixture
+def roomy(serving, monkeypatch):
+    """Gives rows room for more tokens than a branch may have."""
+    config = dataclasses.replace(serving._worker.config, kv_cache_size=600, max_response_tokens=400)
+    monkeypatch.setattr(serving._worker, "config", config)
+
+
+# Orders of the requests of `Twins`: each answer comes before the requests that repeat it.
+TWINS = [
+    " ".join(order)
+    for order in itertools.permutations(("a", "b", "c", "x", "ad", "ae"))
+    if order.index("a") < min(order.index("ad"), order.index("ae"))
+]
+ARRAYS = ("tokens_BT", "piece_BT", "mask_BT", "logprob_BT", "raw_logprob_BT", "version_BT", "turn_reward_BT", "stop_B")
+
+
+def assert_alike(one, two):
+    for name in ARRAYS:
+        np.testing.assert_array_equal(getattr(one, name), getattr(two, name), err_msg=name)
+    for x, y in zip(one.episodes, two.episodes, strict=True):
+        assert (x["turns"], x["metrics"]) == (y["turns"], y["metrics"])
+
+
+def test_rows_do_not_depend_on_which_request_goes_on_first_from_an_answer(play, serving, roomy, tmp_path):
+    """Four requests go on from one answer, and two from the answer to one of them. Two of the four are equal, and the
+    answer to another one leaves the row. The four samples have different orders at the same time."""
+    found = []
+    for i in range(0, len(TWINS), 30):
+        (tmp_path / "order").write_text("\n".join(TWINS[i + 7 * k] for k in range(3)) + "\n" + TWINS[-1 - i])
+        found.append(play("Twins", response=140))
+        assert not faults(found[-1], step=1, max_staleness=1)
+    one = found[0]
+    for two in found[1:]:
+        assert_alike(one, two)
+    for b, episode in enumerate(one.episodes):
+        answers = [turn for turn in episode["turns"] if turn["by"] == "model"]
+        assert sum(turn["tokens"] for turn in answers) == one.mask_BT[b].sum() and len(answers) == 6
+        assert sum(turn["tokens"] for turn in episode["turns"]) == one.length_B[b] - 4 * one.prompts.length_P[0]
+        counts = {"chat_requests": 7.0, "chat_forks": 3.0, "front/forks/concurrent": 3.0, "front/dropped": 1.0}
+        assert episode["metrics"].items() >= counts.items()
+        assert one.turn_reward_BT[b].sum() == 0.5 + 0.5 + sum(map(len, ("Sure?", "Why?", "Why?", "No.", "Really?"))) / 4
+        (trunk,) = branches(episode["turns"])
+        assert {turn["by"] for turn in trunk["turns"][::2]} == {"model"}
+        asked = [serving._tokenizer.decode(tokens) for tokens, _ in pieces_of(one, b)]
+        assert [sum(word in text for text in asked) for word in ("4 + 5", "Sure?", "Why?", "Stop.")] == [4, 2, 2, 0]
 
 
 def test_a_first_request_with_another_prompt_is_a_piece_behind_the_datas_prompt(play, serving):
@@ -343,25 +408,26 @@ def of_versions(serving, count):
     return [Policy(params[version % 2], version) for version in range(count)]
 
 
-@pytest.mark.parametrize("calls", [None, 1])
-def test_windows_of_conversations_are_the_same_in_a_run_that_is_killed_at_every_step(play, serving, tmp_path, calls):
+@pytest.mark.parametrize(("agent", "calls"), [("Forks", None), ("Forks", 1), ("Twins", None), ("Twins", 1)])
+def test_windows_of_conversations_are_the_same_in_a_run_that_is_killed_at_every_step(
+    play, serving, roomy, tmp_path, agent, calls
+):
     """A window of an episode ends after a fixed number of the episode's tokens. Tokens of asides count, and all tokens
     count in the order of the requests."""
     S, K = 3, 4
+    (tmp_path / "order").write_text("\n".join(TWINS[70:73]))
     batches = [dataclasses.replace(asked_once(serving), index_P=np.asarray([b])) for b in range(NEWEST + 1)]
-    with Episodes(EnvironmentConfig(environment=f"{tmp_path}/agents.py:Forks"), Limits(), journal=None) as host:
+    with Episodes(EnvironmentConfig(environment=f"{tmp_path}/agents.py:{agent}"), Limits(), journal=None) as host:
         env_client = EnvironmentClient(host, Dialogue(serving._tokenizer))
         run = (serving._worker, of_versions(serving, NEWEST + 1), batches, Sampling(max_new=100))
         how = {"S": S, "quantum": K, "calls": calls, "env_client": lambda: env_client}
         whole, killed = in_windows(*run, **how), in_windows(*run, **how, restarts=range(1, NEWEST + 1))
     for b, (mine, theirs) in enumerate(zip(whole, killed, strict=True)):
-        for name in ("tokens_BT", "piece_BT", "mask_BT", "raw_logprob_BT", "version_BT", "turn_reward_BT", "stop_B"):
-            np.testing.assert_array_equal(getattr(mine, name), getattr(theirs, name), err_msg=name)
-        for one, other in zip(mine.episodes, theirs.episodes, strict=True):
-            assert (one["turns"], one["metrics"]) == (other["turns"], other["metrics"])
+        assert_alike(mine, theirs)
         assert not faults(mine, step=b, max_staleness=S)
+        assert agent == "Forks" or (mine.piece_BT.max(axis=1) == 3).all()
         for row, episode in enumerate(mine.episodes):
-            if calls is not None:
+            if agent == "Twins" or calls is not None:
                 continue
             counts = [turn["tokens"] for turn in episode["turns"] if turn["by"] == "model"]
             drawn = np.split(mine.version_BT[row][mine.mask_BT[row] > 0], np.cumsum(counts)[:-1])

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_branches import AGENTS, ASKED
+from test_branches import AGENTS, ASKED, TWINS, assert_alike
 from test_wall import LAST, NAME, P, mixed
 from test_wall import made as by_wall
 from test_windows import G, again, made
@@ -26,6 +26,7 @@ from podrl.models import decoder, moe
 from podrl.models.config import LoraConfig
 from podrl.models.hf_config import config_from_hf
 from podrl.rollout.episodes import EnvironmentClient
+from podrl.rollout.integrity import faults
 from podrl.rollout.partial import of_tracks
 from podrl.rollout.token_budget import TokenBudget
 from podrl.storage.hub import EMBEDDED
@@ -62,8 +63,8 @@ SAMPLING = Sampling(max_new=40, stop_ids=(17, 250))
 ADAPTERS = LoraConfig(rank=2, alpha=8.0, pattern="q|expert_in|expert_out")
 
 
-def model(lora=LoraConfig(), **changes):  # noqa: B008 - frozen
-    config = config_from_hf(RAW)
+def model(lora=LoraConfig(), raw=RAW, **changes):  # noqa: B008 - frozen
+    config = config_from_hf(raw)
     experts = dataclasses.replace(config.experts, score="sigmoid", selection_bias=True, **changes)
     return dataclasses.replace(config, experts=experts, lora=lora)
 
@@ -352,11 +353,12 @@ class Less:
 '''
 
 
-def chats(tiny_on, tight_config, tmp_path, asked):
-    """Makes a chat model with experts, its worker, the prompt `asked` and the tokenizer; writes agents.py."""
+def chats(tiny_on, tight_config, tmp_path, asked, raw=RAW, room=160, pool_tokens=960):
+    """Makes a chat model with experts, its worker with room for `room` tokens of a sample, the prompt `asked` and the
+    tokenizer; writes agents.py."""
     tokenizer = Tokenizer(EMBEDDED["tiny_tools"])
-    chatty = tiny_on("data=1", 1, dataclasses.replace(model(), vocab_size=tokenizer.vocab_size))
-    config = dataclasses.replace(tight_config, max_prompt_length=40, kv_cache_size=160, pool_tokens=6 * 160)
+    chatty = tiny_on("data=1", 1, dataclasses.replace(model(raw=raw), vocab_size=tokenizer.vocab_size))
+    config = dataclasses.replace(tight_config, max_prompt_length=40, kv_cache_size=room, pool_tokens=pool_tokens)
     worker = chatty.worker(config, warm=False, eos_ids=tokenizer.eos_ids, decode=tokenizer.decode)
     (tmp_path / "agents.py").write_text(AGENTS)
     tokens_P = np.asarray([tokenizer.encode(asked, start=True)], np.int32)
@@ -386,6 +388,32 @@ def test_every_branch_of_an_agent_has_the_routes_it_was_computed_with(tiny_on, t
             want_TX = own_routes(chatty, chatty.params, piece)[0, : rows_T.sum() - 1]
             np.testing.assert_array_equal(rollouts.route_BTX[b, rows_T][:-1], want_TX)
             assert not rollouts.route_BTX[b, rows_T][-1].any()
+
+
+@pytest.mark.parametrize("raw", [RAW, pytest.param(GEMMA4, marks=FORMS)])
+def test_rows_and_routes_do_not_depend_on_which_request_goes_on_first_from_an_answer(
+    tiny_on, tight_config, tmp_path, monkeypatch, raw
+):
+    """The pool is so small that caches move to the host between requests."""
+    chatty, worker, prompts, tokenizer = chats(tiny_on, tight_config, tmp_path, ASKED, raw, room=320, pool_tokens=368)
+    monkeypatch.chdir(tmp_path)
+    found = []
+    with Episodes(EnvironmentConfig(environment=f"{tmp_path}/agents.py:Twins"), Limits(), journal=None) as host:
+        worker.env_client = EnvironmentClient(host, Dialogue(tokenizer))
+        for i in range(0, len(TWINS), 60):
+            (tmp_path / "ORDER").write_text("\n".join((*TWINS[i : i + 30 : 10], TWINS[-1 - i])))
+            player = worker.player(prompts, group_size=4, step=1, sampling=Sampling(max_new=300))
+            for _ in worker.advance(Policy(chatty.params, 0), [(player, None)]):
+                pass
+            found.append(worker.rows(player, 0.0))
+            assert not faults(found[-1], step=1, max_staleness=1)
+    one = found[0]
+    assert worker.stats.spills > 0 and (one.piece_BT.max(axis=1) == 3).all()
+    for two in found[1:]:
+        assert_alike(one, two)
+        np.testing.assert_array_equal(one.route_BTX, two.route_BTX)
+    shape = PackShape(micro_batches=1, rows=16, tokens=128, shards=1)
+    assert check_replayed(chatty, one, shape, atol=1e-4) == 16  # the last token of each piece has no recorded route
 
 
 @FORMS
@@ -462,7 +490,8 @@ def test_a_run_by_the_wall_clock_is_repeated_with_its_routes(routed, worker, pro
 _WILD = '''
 
 class Wild:
-    """Asks for something else in each run; nobody receives the answer that goes on with its first branch."""
+    """Asks for something else in each run; nobody receives one of the two answers that go on from its first answer, and
+    its last answer."""
 
     async def run(self, task, model):
         with open("RAN", "a") as file:
@@ -473,7 +502,9 @@ class Wild:
         await model.chat([USER, first, more], max_tokens=6)
         model.drop(model.answers - 1)
         await model.chat([USER, first, SURE], max_tokens=6)
-        await model.chat([more], max_tokens=6)
+        other = await model.chat([more], max_tokens=6)
+        await model.chat([more, other, SURE], max_tokens=4)
+        model.drop(model.answers - 1)
         return podrl.Result(1.0)
 '''
 
@@ -503,7 +534,7 @@ def test_a_record_of_an_agent_by_the_wall_clock_has_the_routes_of_its_tokens(tin
     assert set(one.version_BT[one.mask_BT > 0]) == {1, 2} and (one.piece_BT.max(axis=1) >= 1).all()
     pieces = 2 + one.piece_BT.max(axis=1).sum()
     unknown = check_replayed(chatty, one, PackShape(micro_batches=1, rows=pieces, tokens=160, shards=1))
-    # The last token of a piece has no route, except in the two branches that were cut and then continued.
+    # The last token of a piece has no route, except in the two pieces that went on with an answer that left the row.
     assert unknown == pieces - 2
     again = drawn(TokenBudget(repeated=True), pauses=False)
     assert (tmp_path / "ran").read_text() == "xx"  # no agent ran again
