@@ -587,6 +587,8 @@ class Session:
             return True
         track.paused, track.epoch = stop, track.epoch + 1
         track.text = self._text(track, stop, track.first)
+        if self.engine.shape.slots:
+            self._record(track)  # the pause drops the sample's pages
         for store in self._scheduler.pause(track.handle, position=len(track.prompt) + len(track.tokens) - 1):
             self.device.forget(store.name)
         return True

@@ -367,9 +367,9 @@ def chats(tiny_on, tight_config, tmp_path, asked, raw=RAW, room=160, pool_tokens
 
 
 @FORMS
-@pytest.mark.parametrize("asked", [ASKED, "Else"])
-def test_every_branch_of_an_agent_has_the_routes_it_was_computed_with(tiny_on, tight_config, tmp_path, asked):
-    chatty, worker, prompts, tokenizer = chats(tiny_on, tight_config, tmp_path, asked)
+@pytest.mark.parametrize(("asked", "raw"), [(ASKED, RAW), ("Else", RAW), (ASKED, QWEN3_5)])
+def test_every_branch_of_an_agent_has_the_routes_it_was_computed_with(tiny_on, tight_config, tmp_path, asked, raw):
+    chatty, worker, prompts, tokenizer = chats(tiny_on, tight_config, tmp_path, asked, raw)
     with Episodes(EnvironmentConfig(environment=f"{tmp_path}/agents.py:Forks"), Limits(), journal=None) as host:
         worker.env_client = EnvironmentClient(host, Dialogue(tokenizer))
         player = worker.player(prompts, group_size=2, step=1, sampling=Sampling(max_new=100))
@@ -390,7 +390,7 @@ def test_every_branch_of_an_agent_has_the_routes_it_was_computed_with(tiny_on, t
             assert not rollouts.route_BTX[b, rows_T][-1].any()
 
 
-@pytest.mark.parametrize("raw", [RAW, pytest.param(GEMMA4, marks=FORMS)])
+@pytest.mark.parametrize("raw", [RAW, pytest.param(QWEN3_5, marks=FORMS), pytest.param(GEMMA4, marks=FORMS)])
 def test_rows_and_routes_do_not_depend_on_which_request_goes_on_first_from_an_answer(
     tiny_on, tight_config, tmp_path, monkeypatch, raw
 ):
