@@ -150,8 +150,8 @@ def read_code(directory: str | os.PathLike) -> Code:
         raise ValueError(f"--code={directory} has no file to send: everything in it is left out, or it is empty.")
     if code.holds("podrl"):
         raise ValueError(
-            f"--code={directory} has a podrl of its own, and hosts run that of their image: name a directory of your "
-            "code alone, and build the image from your podrl."
+            f"--code={directory} has a podrl of its own, and hosts run the podrl of their image: name a directory of "
+            "your code alone, and build the image from your podrl."
         )
     return code
 
@@ -264,7 +264,8 @@ def check_job(config: str, extra: Sequence[str], chips: Mapping[str, int], *, co
             meshes = {name: values.get(f"roles.{name}.mesh") for name in sizes if role in (name, "all")}
             meshes_text = " and ".join(f"roles.{name}.mesh={mesh}" for name, mesh in meshes.items())
             raise ValueError(
-                f"{meshes_text} take {need} chips, and the machines asked for have {chips[role]}: change one of them."
+                f"{meshes_text} take {need} chips, and the machines asked for have {chips[role]}: change the "
+                "meshes or the machines."
             )
 
 

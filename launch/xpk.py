@@ -170,7 +170,7 @@ def _check(args: argparse.Namespace, slices: machines.Slices) -> None:
         raise ValueError(f"--scratch={args.scratch} is read by Pathways only: give --pathways, or leave it out.")
     for flag in ("image", "config", "workdir", "code"):
         if not args.headless and not getattr(args, flag) and flag != "code":
-            raise ValueError(f"--{flag} is missing: only --headless goes without. See --help.")
+            raise ValueError(f"--{flag} is missing: only --headless needs none. See --help.")
         if args.headless and getattr(args, flag):
             raise ValueError(f"--{flag} is given, but --headless starts no program to use it: leave it out.")
 

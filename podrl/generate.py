@@ -359,8 +359,8 @@ class OutputFile:
         ]
         if changed:
             raise ValueError(
-                f"{self.partial} holds an unfinished output of other settings: {'; '.join(changed)}. Give the same to "
-                "go on with it, or remove it."
+                f"{self.partial} holds an unfinished output of other settings: {'; '.join(changed)}. Give the same "
+                "settings to continue it, or remove the file."
             )
         offset = len(head) + 1
         for number, line in enumerate(lines, 2):

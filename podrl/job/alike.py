@@ -63,8 +63,8 @@ def check_settings(values: ConfigValues, pod: Pod, deadline_s: float) -> None:
     if differ := [change for change in differ if not change.startswith(_OWN)]:
         how = f", with --join={pod.seat.leader}" if pod.seat.late else " on every host"
         raise ValueError(
-            f"{_label(pod)}: This is not the job's configuration: {'; '.join(differ[:_SHOWN])}{_more(differ)}. Start "
-            f"the job's own command{how}."
+            f"{_label(pod)} has other settings than the leader ('was' is the leader's value, 'now' this host's): "
+            f"{'; '.join(differ[:_SHOWN])}{_more(differ)}. Start the job's own command{how}."
         )
 
 

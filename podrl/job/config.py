@@ -681,7 +681,7 @@ def _check_models(job: Job) -> None:
         )
     if job.trainer.hosts_reference and not (job.trainer.hosts_base and adapted) and (reason := _no_reference(job)):
         raise ValueError(
-            f"trainer.offload={job.trainer.offload!r} keeps the weights of a reference in the host's memory, and "
+            f"trainer.offload={job.trainer.offload!r} keeps the weights of a reference in the host's memory, but "
             f"{reason}: set trainer.offload={'optimizer' if job.trainer.hosts_optimizer else 'none'!r}."
         )
     if job.section == "grpo" and job.algo.observed_weight and not job.env.used:
@@ -713,9 +713,10 @@ def _no_reference(job: Job) -> str:
     if job.model.teachers or (taught and taught.teacher in ("current", "ema")):
         return "the job's teachers are not model.reference"
     if not job.compares:
-        return f"algorithm={job.algorithm} with these settings compares with none"
-    shared = job.model.lora.rank and not job.model.reference
-    return "under adapters the reference is their base, which trainer.offload='base' keeps there" if shared else ""
+        return f"algorithm={job.algorithm} with these settings compares the policy with no reference"
+    if job.model.lora.rank and not job.model.reference:
+        return "under adapters the reference is their base, which trainer.offload='base' keeps in the host's memory"
+    return ""
 
 
 def _check_teacher(job: Job) -> None:
@@ -733,8 +734,8 @@ def _check_teacher(job: Job) -> None:
             )
         if job.data.hinted:
             raise ValueError(
-                "data.hint is what a teacher reads, and the job has none: set grpo.teacher_coef above 0 and "
-                "grpo.teacher='current', or leave data.hint out (and 'hint' in data.sources)."
+                "data.hint is what a teacher reads, and the job has no teacher: set grpo.teacher_coef above 0 "
+                "and grpo.teacher='current', or leave data.hint out (and 'hint' in data.sources)."
             )
         return
     if job.model.teachers:
@@ -758,8 +759,8 @@ def _check_teacher(job: Job) -> None:
     if job.data.hinted and taught.kl == "full":
         raise ValueError(
             "grpo.teacher_kl='full' compares policy and teacher after the same prompt, but data.hint gives the "
-            "teacher another: set grpo.teacher_kl='top_k', which is exact if grpo.teacher_top_k is the size of the "
-            "vocabulary, or 'sampled', or leave data.hint out."
+            "teacher another prompt: set grpo.teacher_kl='top_k', which is exact if grpo.teacher_top_k is the size of "
+            "the vocabulary, or 'sampled', or leave data.hint out."
         )
 
 

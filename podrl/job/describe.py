@@ -219,7 +219,7 @@ def data_lines(job: Job) -> list[str]:
     fields |= dict.fromkeys(EPISODE_FIELDS if job.env.used else ())
     about = f"{reward_line(job)}\n"
     read, made = ([name for name in fields if (name in own) == from_record] for from_record in (True, False))
-    about += f"Reward functions are given prompts, completions, and of the records: {', '.join(read)}."
+    about += f"Reward functions receive prompts, completions, and these fields of the records: {', '.join(read)}."
     if made:
         about += f"\npodrl adds: {', '.join(made)}."
     if "answer" in fields:
@@ -261,8 +261,8 @@ def data_lines(job: Job) -> list[str]:
     source = "data.eval_path" if data.eval_path else "held out from training"
     few = ""
     if held_out < min(_FEW, job.eval.problems):
-        fraction = f"Raise data.eval_fraction={data.eval_fraction:g}, or give data.eval_path."
-        few = f" That is too few to tell before from after. {'' if data.eval_path else fraction}".rstrip()
+        more = f"Raise data.eval_fraction={data.eval_fraction:g}, or give data.eval_path."
+        few = f" That is too few records to tell an improvement from noise. {'' if data.eval_path else more}".rstrip()
     return [f"{count}{held_out} to evaluate on ({source}).{few}", about]
 
 
@@ -284,7 +284,7 @@ def reward_line(job: Job) -> str:
     text = " + ".join(name if weight == 1 else f"{weight:g} x {name}" for weight, name in terms)
     others = [name for name in reward.named if name not in reward.fns]
     said = f"Reward of a sample: {text or 0}."
-    said += f" Some sources name their own: {', '.join(others)}." if others else ""
+    said += f" Some sources name reward functions of their own: {', '.join(others)}." if others else ""
     return said + ("" if job.algo.uses_rewards else " It is recorded and is not in the loss (grpo.reward_coef=0).")
 
 

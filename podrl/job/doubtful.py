@@ -177,7 +177,8 @@ def _values(job: Job) -> Iterator[str]:
             f"several times: set it to at most {records}."
         )
     if 0 < opened.held_out < job.eval.problems != type(job.eval)().problems:
-        yield f"eval.problems={job.eval.problems} is more than there is: {plural(opened.held_out, 'record')} held out."
+        held_out = plural(opened.held_out, "held-out record")
+        yield f"eval.problems={job.eval.problems} is more than the {held_out}: set it to at most {opened.held_out}."
 
 
 def _flat(values: ConfigValues, prefix: str = "") -> dict[str, object]:

@@ -23,7 +23,7 @@ def check_evaluation(job: Any) -> None:
         if (one.max_tokens_to_generate or 0) > most:
             raise ValueError(
                 f"eval.sets: {one.name} has max_tokens_to_generate={one.max_tokens_to_generate}, and caches are made "
-                f"for rollout.max_tokens_to_generate={most}: give at most that."
+                f"for rollout.max_tokens_to_generate={most}: set it to at most {most}."
             )
         if not (one.problems or job.eval.problems):
             raise ValueError(
@@ -38,8 +38,8 @@ def _check_hosts(job: Any) -> None:
     text = f"roles.eval.hosts={hosts!r} names hosts that evaluate and do nothing else"
     if job.kind.offline:
         raise ValueError(
-            f"{text}, and with algorithm={job.section} the rollout mesh does nothing else: leave it empty, and give "
-            "roles.rollout.hosts these hosts."
+            f"{text}, and with algorithm={job.section} the rollout mesh does nothing else: leave "
+            "roles.eval.hosts empty, and name these hosts in roles.rollout.hosts."
         )
     if not (job.eval.problems or job.eval.sets):
-        raise ValueError(f"{text}, and eval.problems=0 leaves evaluations out: leave it empty.")
+        raise ValueError(f"{text}, and eval.problems=0 leaves evaluations out: leave roles.eval.hosts empty.")

@@ -138,8 +138,9 @@ class MismatchGate:
         causes = []
         if self._stale:
             causes.append(
-                f"samples are up to {self._section}.max_staleness steps old: lower it or trainer.learning_rate, or "
-                f"leave out the tokens that are furthest off ({self._section}.sampler_correction='icepop')"
+                f"samples are up to {self._section}.max_staleness steps old: lower max_staleness or "
+                "trainer.learning_rate, or leave out the tokens that are furthest off "
+                f"({self._section}.sampler_correction='icepop')"
             )
         causes.append(
             "the engine computes in another precision: set rollout.data_type to trainer.dtype, or float32 for both"

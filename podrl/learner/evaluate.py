@@ -124,7 +124,7 @@ class EvalConfig:
     def __post_init__(self) -> None:
         names = [one.name for one in self.sets]
         if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"eval.sets: {twice[0]!r} is the name of two sets: give each its own.")
+            raise ValueError(f"eval.sets: {twice[0]!r} is the name of two sets: give each set a name of its own.")
 
 
 # (completion, reference answer) -> named 0/1 scores: answer, partial, format.

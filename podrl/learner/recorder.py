@@ -162,7 +162,7 @@ class Recorder:
                 held = plural(step, "step") + (f" of {each} updates, {step * each} updates" if each > 1 else "")
                 raise ValueError(
                     f"{self._run.place} holds {held}, more than trainer.max_steps={most}: "
-                    "give at least as many, or another --workdir."
+                    f"set trainer.max_steps to at least {step * each}, or give another --workdir."
                 )
             load_checkpoint_state(self._cluster, restored.state)
             data_state, controllers, pending = restored.content
@@ -176,7 +176,7 @@ class Recorder:
             if step == self._schedule.max_steps:
                 self._run.console.print(
                     f"That was the last step of this run (trainer.max_steps={self._schedule.updates}), so nothing is "
-                    "trained. Raise it to go on, or give another --workdir to start anew."
+                    "trained. Raise trainer.max_steps to go on, or give another --workdir to start anew."
                 )
         self._run.open_metrics(step + 1 if step else 0, marks)
         earlier = read_metrics(self._run.workdir) if self._run.workdir is not None else []

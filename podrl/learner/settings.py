@@ -480,7 +480,7 @@ class GRPOConfig(AlgorithmConfig, KLLossSettings, GroupSettings):
         if self.teacher != "reference" and self.teacher_kl == "full":
             raise ValueError(
                 f"grpo.teacher_kl='full' compares policy and teacher after the same prompt, and grpo.teacher="
-                f"{self.teacher!r} reads another: set grpo.teacher_kl='top_k', which is exact if "
+                f"{self.teacher!r} reads another prompt: set grpo.teacher_kl='top_k', which is exact if "
                 "grpo.teacher_top_k is the size of the vocabulary, or 'sampled'."
             )
         if not (self.reward_coef or self.teacher_coef or self.observation_coef):

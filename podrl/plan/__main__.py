@@ -186,7 +186,10 @@ def _topologies(trainer: str, rollout: str) -> tuple[chips.Topology, chips.Topol
     first = chips.parse_topology(trainer, key="--trainer")
     second = chips.parse_topology(rollout, key="--rollout") if rollout else first
     if first.predicted != second.predicted:
-        raise ValueError(f"--trainer={first} and --rollout={second} are GPUs and TPUs: a job has one kind of devices.")
+        raise ValueError(
+            f"--trainer={first} and --rollout={second}: one is GPUs and the other TPUs, but a job has one "
+            "kind of devices."
+        )
     return first, second
 
 

@@ -193,7 +193,7 @@ def _print_step(console: rich.console.Console, report: PlanReport) -> None:
             f"of {m.capacity / GIB:.2f} GiB per chip, {shortfall(m)}."
         )
         if not report.knobs.get(m.name):
-            console.print("  None of the knobs podrl.plan tries makes it smaller.")
+            console.print("  No setting that podrl.plan tries makes it smaller.")
         for trial in report.knobs.get(m.name, []):
             verdict = "fits" if trial.fits else f"still {shortfall(trial)}"
             keys = " ".join(f"--config.{key}" for key in trial.keys)
@@ -221,7 +221,7 @@ def _outlook_line(o: Outlook) -> str:
     """Describes a step with the user's lengths of samples, and the split of the chips that makes it shortest."""
     own, best = o.best
     return (
-        f"Predicted for {o.lengths:,} given lengths (mean {o.mean:.0f}, longest {o.longest}): a step of "
+        f"Predicted for {o.lengths:,} lengths from --lengths (mean {o.mean:.0f}, longest {o.longest}): a step of "
         f"{o.planned.step_s:.4g} s, the trainer idle {o.planned.trainer_idle:.0%} of it, the rollout "
         f"{o.planned.rollout_idle:.0%}, its lanes busy {o.planned.lanes_busy:.0%} of their decode steps. If of the "
         f"same {sum(o.chips):,} chips {own:,} were the trainer's, a step would take {best.step_s:.4g} s, the trainer "

@@ -32,7 +32,7 @@ def state(path: Place, *, finished: bool, step_s: float) -> tuple[str, str]:
     quiet = f"No record for {_shown(age)}" if age > max(_QUIET_S, 3 * step_s) else ""
     if alive or not quiet:
         return "running", f"{quiet}." if quiet and step_s else ""
-    return "silent", f"{quiet} from {owner.shown}: look there whether it still runs."
+    return "silent", f"{quiet} from {owner.shown}: check on that machine whether it still runs."
 
 
 def _owner(path: Place) -> Owner | None:

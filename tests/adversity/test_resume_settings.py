@@ -211,7 +211,7 @@ def test_a_corrected_command_starts_and_a_run_is_made_longer_but_not_shorter(tmp
     longer = run(tmp_path / "run", "--config.trainer.max_steps=4", "--config.log.samples_every=1", base=small)
     assert "trainer.max_steps was 2, now 4" in longer.stdout and "Resumed after step 2" in longer.stdout
     shorter = run(tmp_path / "run", "--config.trainer.max_steps=3", base=small, code=1)
-    assert "holds 4 steps, more than trainer.max_steps=3" in shorter.stderr
+    assert "holds 4 steps, more than trainer.max_steps=3: set trainer.max_steps to at least 4" in shorter.stderr
     whole = run(tmp_path / "whole", "--config.trainer.max_steps=4", base=small).workdir
     assert comparable(whole) == comparable(tmp_path / "run") and trained_steps(whole) == [1, 2, 3, 4]
     (step, state), (other, same) = (read_state(path / "checkpoints") for path in (whole, tmp_path / "run"))

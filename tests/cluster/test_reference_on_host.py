@@ -75,9 +75,9 @@ SELF_TAUGHT = {"grpo": {"teacher": "current", "teacher_coef": 1.0, "beta": 0.0},
 @pytest.mark.parametrize(
     ("algorithm", "offload", "groups", "reason"),
     [
-        ("dr_grpo", "reference", {}, r"algorithm=dr_grpo with these .* none: set trainer\.offload='none'"),
-        ("dr_grpo", "reference", {"model": {"reference": "tiny"}}, "algorithm=dr_grpo .* compares with none"),
-        ("orpo", "reference", {}, "algorithm=orpo .* compares with none"),
+        ("dr_grpo", "reference", {}, r"algorithm=dr_grpo with these .* no reference: set trainer\.offload='none'"),
+        ("dr_grpo", "reference", {"model": {"reference": "tiny"}}, "=dr_grpo .* compares the policy with no reference"),
+        ("orpo", "reference", {}, "algorithm=orpo .* compares the policy with no reference"),
         ("sft", "all", {}, r"algorithm=sft .* set trainer\.offload='optimizer'"),
         ("dpo", "reference", {"model": {"lora": {"rank": 2}}}, r"under adapters the reference is their base"),
         ("grpo", "reference", SELF_TAUGHT, r"teachers are not model\.reference"),

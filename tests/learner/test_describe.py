@@ -287,7 +287,7 @@ def test_a_dry_run_names_the_words_that_the_chat_template_puts_before_a_question
 def test_a_dry_run_counts_records_and_names_the_fields_of_reward_functions(tmp_path):
     found, text = planned("grpo")
     assert "Data: 1,000,000 records to train on, 256 to evaluate on (held out from training)." in text
-    assert "prompts, completions, and of the records: " in text and "question, answer" in text
+    assert "receive prompts, completions, and these fields of the records: " in text and "question, answer" in text
     assert "Reward of a sample: exact_format + approximate_format + answer + number." in text
     made = {"fns": ("mine.py:f", "answer"), "weights": (0.5, 1.0), "model": "tiny", "model_weight": 2.0}
     assert "sample: 0.5 x mine.py:f + answer + 2 x score of reward.model=tiny." in planned("grpo", reward=made)[1]
@@ -309,7 +309,10 @@ def test_a_dry_run_counts_records_and_names_the_fields_of_reward_functions(tmp_p
     assert "of the records: label, question.\npodrl adds: solution, answer. `answer` is a text" in text
     own.write_text("".join(f'{{"question": "q{i}", "answer": "{i}"}}\n' for i in range(40)))
     text = planned("grpo", data={"path": str(own), "eval_fraction": 0.1})[1]
-    assert "too few to tell before from after. Raise data.eval_fraction=0.1, or give data.eval_path." in text
+    assert (
+        "too few records to tell an improvement from noise. Raise data.eval_fraction=0.1, or give data.eval_path."
+        in text
+    )
     text = planned("grpo", data={"path": str(own), "eval_fraction": 0.1}, eval={"problems": 0})[1]
     assert re.search(r"\(eval\.problems=0\)\. Held out by data\.eval_fraction, but not used: \d records?\.", text)
     assert "Nothing precedes a question (data.system_prompt)." in text

@@ -152,9 +152,9 @@ def test_a_teacher_without_a_hint_is_refused_and_a_hint_without_a_teacher(bench)
     for said, groups in cases.items():
         with pytest.raises(ValueError, match=said):
             parsed("opd", {"teacher": "current"}, **({"data": {"hint": "{answer}"}} | groups))
-    with pytest.raises(ValueError, match=r"data.hint is what a teacher reads, and the job has none"):
+    with pytest.raises(ValueError, match=r"data.hint is what a teacher reads, and the job has no teacher"):
         parsed("grpo", {}, data={"hint": "{answer}"})
-    with pytest.raises(ValueError, match=r"grpo.teacher_kl='full' .* grpo.teacher='ema' reads another"):
+    with pytest.raises(ValueError, match=r"grpo.teacher_kl='full' .* grpo.teacher='ema' reads another prompt"):
         parsed("opd", {"teacher": "ema", "teacher_kl": "full"}, data={"hint": "{answer}"})
     with pytest.raises(ValueError, match=r"grpo.teacher='ema' has no effect while grpo.teacher_coef=0"):
         parsed("grpo", {"teacher": "ema"})

@@ -267,11 +267,11 @@ def test_adapters_learn_from_their_base_behind_the_hint(quick_compilation):
 
 
 def test_what_stays_impossible_is_refused_with_the_key(bench):
-    said = r"grpo.teacher_kl='full' .* grpo.teacher='ema' reads another: set grpo.teacher_kl='top_k', which is exact"
+    said = r"teacher_kl='full' .* grpo.teacher='ema' reads another prompt: set grpo.teacher_kl='top_k', which is exact"
     with pytest.raises(ValueError, match=said):
         parsed("opd", {"teacher": "ema", "teacher_kl": "full"}, data={"hint": "{answer}"})
     reference = {"data": {"hint": "{answer}"}, "model": {"reference": "tiny"}}
-    with pytest.raises(ValueError, match=r"data.hint gives the teacher another: set grpo.teacher_kl='top_k'"):
+    with pytest.raises(ValueError, match=r"data.hint gives the teacher another prompt: set grpo.teacher_kl='top_k'"):
         parsed("opd", {"teacher_kl": "full"}, **reference)
     assert parsed("opd", {"teacher_kl": "top_k"}, **reference).algo.distillation.kl == "top_k"
     with pytest.raises(ValueError, match=r"grpo.teacher_top_k=385 is more than the 384 token ids .* set it to 384"):

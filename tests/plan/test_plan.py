@@ -107,7 +107,7 @@ def test_gpus_of_one_machine():
     prepare(env, gpus=2)  # works without libtpu
     assert env == {"XLA_FLAGS": "--a --xla_force_host_platform_device_count=6", "JAX_PLATFORMS": "cpu"}
     assert _topologies("h100:2", "l4:1")[1].chip.name == "l4"
-    with pytest.raises(ValueError, match="are GPUs and TPUs: a job has one kind of devices"):
+    with pytest.raises(ValueError, match="one is GPUs and the other TPUs, but a job has one kind of devices"):
         _topologies("h100:2", "v5e:2x2")
 
 
@@ -373,7 +373,7 @@ def test_what_is_printed_of_a_plan_that_does_not_fit():
     assert "  --config.trainer.remat=full: 8.00 GiB, fits" in lines
     assert "  --config.model.lora.rank=16: 16.00 GiB, still at least 0.25 GiB too much" in lines
     assert "move: pack does not fit: it needs 16.50 GiB of 15.75 GiB per chip, 0.75 GiB too much." in lines
-    assert "  None of the knobs podrl.plan tries makes it smaller." in lines
+    assert "  No setting that podrl.plan tries makes it smaller." in lines
     assert "Best found: --config.trainer.remat=full" in lines and lines[-1] == "It does not fit."
     assert any(line.startswith("Who waits: the trainer waits") for line in lines)
 

@@ -114,7 +114,7 @@ def test_a_run_that_goes_on_and_one_that_has_died_are_told_apart(tmp_path):
     assert told() == ("running", ""), "the lease of another machine was renewed just now"
     os.utime(file, (1, 1))
     state, note = told()
-    assert state == "silent" and note.endswith(f" from {owner.shown}: look there whether it still runs.")
+    assert state == "silent" and note.endswith(f" from {owner.shown}: check on that machine whether it still runs.")
     with (path / "metrics.jsonl").open("a") as lines:
         lines.writelines(json.dumps({"step": step, "time/step": 1e9}) + "\n" for step in range(4, 9))
     os.utime(path / "metrics.jsonl", (1, 1))

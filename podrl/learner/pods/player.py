@@ -113,8 +113,8 @@ class HostPlayer:
             self._at = step
             if not self._more.wait_for(lambda: self._order_count >= count, self._deadline_s):
                 raise ChannelError(
-                    f"{self._pod.name} waited {self._deadline_s:.0f} s for orders of trainer 0, and "
-                    f"{self._order_count} of {count} have come. Start the same command again, and report this."
+                    f"{self._pod.name} waited {self._deadline_s:.0f} s for orders of trainer 0 and "
+                    f"received only {self._order_count} of {count}. Start the same command again, and report this."
                 )
             self._parts = {lease for lease in self._parts if leases.step_of(lease.task) >= needed_step}
             for name in self._leases.names():
