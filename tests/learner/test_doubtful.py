@@ -127,3 +127,12 @@ def test_one_record_is_too_few_but_for_a_game(tmp_path):
     ):
         assert "rollout.prompts_per_step=8 is more than the 1 record" in found[0]
     assert doubtful(job("grpo", **with_turns, env={"environment": "guess.py:GuessNumber"})) == []
+
+
+def test_more_problems_than_held_out_records_are_named(tmp_path):
+    for name in ("train", "held"):
+        records = [{"question": f"{name} {i}", "answer": f"{i}"} for i in range(9)]
+        (tmp_path / name).with_suffix(".jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+    paths = {"path": f"{tmp_path}/train.jsonl", "eval_path": f"{tmp_path}/held.jsonl"}
+    found = doubtful(job("grpo", eval={"problems": 50}, data=paths))
+    assert "eval.problems=50 is more than the 9 held-out records: set it to at most 9." in found
