@@ -260,17 +260,9 @@ def _part(
     records, is_held = file.records, file.is_held
     leaks = ~is_held & np.isin(file.hashes, held_hashes)
     kept = np.flatnonzero(~is_held & ~leaks)
-    if count := int(leaks.sum()):
-        where = f"data.eval_path={config.eval_path}" if config.eval_path else "records held out of other sources"
-        if not len(kept):
-            raise ValueError(
-                f"Every record of {config.path}, {count} in number, repeats a question of {where}: none is left to "
-                "train on. Give a held-out file that shares no question with the training file."
-            )
-        _log.warning(
-            "%d of %d records of %s repeat a question of %s (case and white space aside) and are left out of training.",
-            *(count, len(records), config.path, where),
-        )
+    count = int(leaks.sum())
+    where = f"data.eval_path={config.eval_path}" if config.eval_path else "records held out of other sources"
+    count_repeats(count, len(records), config.path, where, left=len(kept))
     used = _chosen(kept, source, config.seed)
     counts = {"records": len(records) + sum(file.dropped.values()), **file.dropped, "held out": int(is_held.sum())}
     counts |= {"asked by held-out records": count} if count else {}
@@ -279,6 +271,28 @@ def _part(
     weight = (source and source.weight) or len(used)
     held_out = Subset(records, np.flatnonzero(is_held))
     return OpenedSource(name, config, train, held_out, weight, file.unanswered, counts, fields, file.hashes[used])
+
+
+def count_repeats(count: int, records: int, path: str, where: str, *, left: int) -> None:
+    """Warns about training records that repeat a held-out question; refuses training data of which nothing is left.
+
+    Args:
+      count: number of training records with a question that is held out, which the caller leaves out.
+      records: number of all records of the training data.
+      path: name of the training data.
+      where: name of the held-out records.
+      left: number of records to train on.
+    """
+    if count and not left:
+        raise ValueError(
+            f"Every record of {path}, {count} in number, repeats a question of {where}: none is left to train on. Give "
+            "held-out records that share no question with the training records."
+        )
+    if count:
+        _log.warning(
+            "%d of %d records of %s repeat a question of %s (case and white space aside) and are left out of training.",
+            *(count, records, path, where),
+        )
 
 
 def _generated(config: DataConfig) -> tuple[Any, Any]:

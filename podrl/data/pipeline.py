@@ -15,7 +15,7 @@ from podrl.data.cache import Cache, key
 from podrl.data.config import AUTO, EMBEDDED, REASONING, DataConfig, is_generated
 from podrl.data.curriculum import ChosenStream
 from podrl.data.hint import TEACHER_PROMPT, with_hint
-from podrl.data.mixture import OpenedSource, interleaved, keyed_paths, reasoning_gym, split
+from podrl.data.mixture import OpenedSource, count_repeats, interleaved, keyed_paths, reasoning_gym, split
 from podrl.data.pools import Curriculum, CurriculumConfig
 from podrl.data.problem_generator import Problem
 from podrl.data.stream import BatchStream, Limit, Mixture, Stream, TooLong
@@ -160,18 +160,23 @@ class PromptStream(BatchStream[_Task]):
         max_prompt_length: int,
         shuffle_seed: int | None = None,
         system: str = "",
+        held_out: Iterable[str | Record] = (),
     ) -> "PromptStream":
         """Builds a stream over a list of prompts: texts, which are used as they are, or records (podrl.data.shape).
 
         A question becomes a turn of the chat template if the model has one, after the instructions `system`. Reward
         functions read the record's fields as they are, and its question as `question`. A prompt that is too long is an
-        error. The other arguments are those of the constructor.
+        error. Prompts that ask a question of the list `held_out` are left out, and counted in a warning. The other
+        arguments are those of the constructor.
 
         Raises:
-          ValueError: an item asks nothing; the message names its position.
+          ValueError: an item asks nothing; the message names its position. Or all prompts ask held-out questions.
         """
-        records = [_listed(item, i) for i, item in enumerate(prompts)]
-        lacks = [i for i, record in enumerate(records) if not shape.answers(record, f"Prompt {i}")]
+        asked = {shape.same_question(_listed(item, f"Held-out prompt {i}")) for i, item in enumerate(held_out)}
+        every = {f"Prompt {i}": _listed(item, f"Prompt {i}") for i, item in enumerate(prompts)}
+        placed = {place: record for place, record in every.items() if shape.same_question(record) not in asked}
+        count_repeats(len(every) - len(placed), len(every), "train_ds", "eval_ds", left=len(placed))
+        lacks = [place for place, record in placed.items() if not shape.answers(record, place)]
         form = "chat" if tokenizer.has_chat_template else "plain"
 
         def fields(record: Record) -> TaskFields:
@@ -182,16 +187,16 @@ class PromptStream(BatchStream[_Task]):
             return conversation.prompt(record, tokenizer, system=system, form=form), fields(record)
 
         stream = cls(
-            sources.Records("the list of prompts", records),
+            sources.Records("the list of prompts", list(placed.values())),
             render,
             tokenizer,
             prompts_per_step=prompts_per_step,
             max_prompt_length=max_prompt_length,
             shuffle_seed=shuffle_seed,
             long_prompts="error",
-            unanswered=[(f"Prompt {lacks[0]} lacks 'answer'", ())] if lacks else [],
+            unanswered=[(f"{lacks[0]} lacks 'answer'", ())] if lacks else [],
         )
-        stream.listed = [(f"Prompt {i}", fields(record)) for i, record in enumerate(records)]
+        stream.listed = [(place, fields(record)) for place, record in placed.items()]
         return stream
 
     def __iter__(self) -> "PromptStream":
@@ -473,12 +478,12 @@ def replaced_fields(record: Record | Problem, config: DataConfig) -> set[str]:
     return {name for name in own - read if task[name] != record[name]}
 
 
-def _listed(item: str | Record, index: int) -> Record:
+def _listed(item: str | Record, place: str) -> Record:
     raw = {"prompt": item} if isinstance(item, str) else item
     if not isinstance(raw, Mapping):
-        raise ValueError(f"Prompt {index} is {item!r}: it must be a text, or a record with 'prompt' or 'question'.")
+        raise ValueError(f"{place} is {item!r}: it must be a text, or a record with 'prompt' or 'question'.")
     record = shape.normal(raw)
-    shape.check(record, f"Prompt {index}", remedy="rename that field")
+    shape.check(record, place, remedy="rename that field")
     return record
 
 

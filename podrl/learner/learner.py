@@ -284,7 +284,8 @@ class SampleLearner(SavedByRun):
             record, whose fields the reward functions receive by name; or a list of batches,
             `{'prompts': [...], 'field': [...]}`; a step takes `config.prompt_batches` of them, usually one.
           eval_ds: list of held-out prompts, or of batches of them, as in `train_ds`. Their rewards are measured every
-            `training_config.eval_every_n_steps` updates, with greedy and with sampled completions.
+            `training_config.eval_every_n_steps` updates, with greedy and with sampled completions. Prompts of a list
+            `train_ds` that ask the same questions are left out of training; a stream is not checked.
           prompts_per_step: P, the number of prompts of a step, if `train_ds` is a list; by default the size of its
             batches, or RolloutConfig.prompts_per_step. A stream has its own number: it yields P times
             `config.prompt_batches` prompts at a time.
@@ -309,6 +310,9 @@ class SampleLearner(SavedByRun):
                 "training_config.checkpoint_root_directory, with which a call of train goes on where the last one "
                 "ended (training_config.max_steps counts from the first step), or make a new cluster and learner."
             )
+        if eval_ds is not None and evaluator is not None:
+            raise ValueError("eval_ds and evaluator both say what is evaluated: give one of them.")
+        eval_items, _ = from_batches([] if eval_ds is None else list(eval_ds))
         listed, templated = not isinstance(train_ds, PromptStream), False
         if not isinstance(train_ds, PromptStream):
             several = isinstance(train_ds, Iterable) and not isinstance(train_ds, str)
@@ -324,12 +328,10 @@ class SampleLearner(SavedByRun):
             templated = any(isinstance(item, Mapping) and not isinstance(item.get("prompt"), str) for item in items)
             configured = self.cluster.config.rollout().prompts_per_step
             size = (size or prompts_per_step or configured) * self.config.prompt_batches
-            train_ds = self._listed(items, size, shuffle_seed=self._shuffle_seed)
+            train_ds = self._listed(items, size, shuffle_seed=self._shuffle_seed, held_out=eval_items)
         held_out: Sequence[tuple[str, TaskFields]] = ()
-        if eval_ds is not None:
-            if evaluator is not None:
-                raise ValueError("eval_ds and evaluator both say what is evaluated: give one of them.")
-            evaluator, held_out = self._evaluator(eval_ds)
+        if eval_items:
+            evaluator, held_out = self._evaluator(eval_items)
         prompts = train_ds.prompts_per_step // self.config.prompt_batches
         own = run is None
         if run is None:
@@ -353,6 +355,8 @@ class SampleLearner(SavedByRun):
             )
         if templated and (words := own_words(self.cluster.tokenizer)):
             run.console.print(f"The chat template itself writes {words!r} before a question that has no system turn.")
+        if eval_items and not listed:
+            run.console.print("It was not checked whether the stream of prompts asks questions of eval_ds.")
         with run, contextlib.ExitStack() as stack:
             others = {REWARD_NAME: self._environment.reward_weight} if self._environment.used else {}
             stack.enter_context(
@@ -390,7 +394,14 @@ class SampleLearner(SavedByRun):
             self._trained_to = 0 if run.place else step
             return step
 
-    def _listed(self, items: Sequence[str | Record], size: int, *, shuffle_seed: int | None = None) -> PromptStream:
+    def _listed(
+        self,
+        items: Sequence[str | Record],
+        size: int,
+        *,
+        shuffle_seed: int | None = None,
+        held_out: Sequence[str | Record] = (),
+    ) -> PromptStream:
         limit = self.cluster.config.rollout().max_prompt_length
         return PromptStream.from_list(
             items,
@@ -399,17 +410,15 @@ class SampleLearner(SavedByRun):
             max_prompt_length=limit,
             shuffle_seed=shuffle_seed,
             system=instructions_for(self._reward_config.fns),
+            held_out=held_out,
         )
 
-    def _evaluator(self, eval_ds: Iterable[str | Record]) -> tuple[Evaluator | None, Sequence[tuple[str, TaskFields]]]:
-        """Makes an evaluator that scores all held-out prompts with the run's reward functions; None without prompts.
+    def _evaluator(self, items: Sequence[str | Record]) -> tuple[Evaluator, Sequence[tuple[str, TaskFields]]]:
+        """Makes an evaluator that scores all held-out prompts with the run's reward functions.
 
         Returns:
           The evaluator; place and fields of each prompt.
         """
-        items, _ = from_batches(list(eval_ds))
-        if not items:
-            return None, ()
         stream, sampled = self._listed(items, len(items)), self.cluster.config.eval_sampling()
         evaluator = Evaluator(self.cluster, [next(stream)], EvalConfig(), rewards=self.rewards_of, sampled=sampled)
         return evaluator, [(f"Held-out {place[0].lower()}{place[1:]}", fields) for place, fields in stream.listed]

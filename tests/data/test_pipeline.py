@@ -1,6 +1,7 @@
 """Streams of prompts: shape, order, exact resume, sharding, skipped records and held-out records."""
 
 import dataclasses
+import functools
 import json
 import pathlib
 import shutil
@@ -170,6 +171,22 @@ def test_a_list_of_prompts(tokenizer):
     for bad in ({"text": "?"}, 7, ""):
         with pytest.raises(ValueError, match="Prompt 1"):
             PromptStream.from_list(["a", bad], tokenizer, prompts_per_step=1, max_prompt_length=8)
+
+
+def test_prompts_of_a_list_that_are_held_out_are_left_out_and_counted(tokenizer, caplog):
+    prompts = ["2+2= ?", {"question": "3+3= ?"}, {"messages": [{"role": "user", "content": "4+4= ?"}]}, "5+5= ?"]
+    made = functools.partial(PromptStream.from_list, tokenizer=tokenizer, prompts_per_step=1, max_prompt_length=64)
+    held_out = [{"question": " 2+2=  ?"}, "4+4= ?"]
+    stream = made(prompts, held_out=held_out)
+    assert [(place, fields["question"]) for place, fields in stream.listed] == [
+        ("Prompt 1", "3+3= ?"),
+        ("Prompt 3", "5+5= ?"),
+    ]
+    assert "2 of 4 records of train_ds repeat a question of eval_ds" in caplog.text
+    with pytest.raises(ValueError, match=r"Every record of train_ds, 4 in number, repeats a question of eval_ds"):
+        made(prompts, held_out=prompts)
+    with pytest.raises(ValueError, match="Held-out prompt 0: 'prompt' is ''"):
+        made(prompts, held_out=[""])
 
 
 def test_an_empty_source_is_an_error(tokenizer):

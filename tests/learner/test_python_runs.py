@@ -6,6 +6,7 @@ import jax
 import pytest
 
 import podrl
+from podrl.data.pipeline import PromptStream
 from podrl.rundir.metrics import read_metrics
 
 
@@ -31,7 +32,7 @@ def test_a_list_is_cut_into_steps_as_the_rollout_settings_say(monkeypatch):
     cluster = cluster_of(None, 1, prompts_per_step=3)
     learner = podrl.GRPOLearner(cluster, podrl.GRPOConfig(num_generations=2, beta=0.0), reward_fns=length)
 
-    def listed(items, size, *, shuffle_seed):
+    def listed(items, size, **_):
         raise LookupError(size)
 
     monkeypatch.setattr(learner, "_listed", listed)
@@ -58,7 +59,24 @@ def test_held_out_prompts_may_lack_the_fields_of_metric_functions(monkeypatch):
     metric = lambda prompts, completions, rewards, answer, **fields: {}  # noqa: E731
     learner = podrl.GRPOLearner(cluster, config, reward_fns=length, metric_fns=[metric])
     with pytest.raises(TypeError, match="NoneType"):  # the checks passed, and the evaluation began
-        learner.train([{"prompt": "Tom has 3 apples.", "answer": "3"}], ["Tom has 3 apples."])
+        learner.train([{"prompt": "Tom has 3 apples.", "answer": "3"}], ["Tom has 4 apples."])
+
+
+def test_evaluated_prompts_are_not_trained_on(monkeypatch, caplog, capfd):
+    cluster = cluster_of(None, 1)
+    monkeypatch.setattr(cluster, "generate", None)
+    learner = podrl.GRPOLearner(cluster, podrl.GRPOConfig(num_generations=2, beta=0.0), reward_fns=length)
+    asked = [f"Tom has {n} apples." for n in range(4)]
+    with pytest.raises(TypeError, match="NoneType"):  # the evaluation began
+        learner.train([{"prompts": asked}], [{"prompts": asked[:3]}])
+    assert "3 of 4 records of train_ds repeat a question of eval_ds" in caplog.text
+    with pytest.raises(ValueError, match="Every record of train_ds, 2 in number, repeats a question of eval_ds"):
+        learner.train(asked[:2], asked)
+    assert "not checked" not in capfd.readouterr().out
+    stream = PromptStream.from_list(asked, cluster.tokenizer, prompts_per_step=2, max_prompt_length=64)
+    with pytest.raises(TypeError, match="NoneType"):
+        learner.train(stream, asked)
+    assert "not checked whether the stream of prompts asks questions of eval_ds" in capfd.readouterr().out
 
 
 @pytest.mark.nightly("podrl/learner/learner.py", "podrl/rundir/run.py")
@@ -85,7 +103,12 @@ def test_a_run_from_python_writes_what_the_command_writes(tmp_path, capfd):
         metric_fns=[lambda prompts, completions, rewards, **fields: {"own/longest": (max(map(len, completions)), max)}],
     )
     asked = [f"Tom has {n} apples." for n in range(4)]
-    assert learner.train(asked, asked[:2], prompts_per_step=2, checkpoint={"every": 1, "keep": 1}) == 2
+    assert (
+        learner.train(
+            asked, ["Tom has 5 apples.", "Tom has 6 apples."], prompts_per_step=2, checkpoint={"every": 1, "keep": 1}
+        )
+        == 2
+    )
     said = capfd.readouterr().out
     assert "preceded by" not in said and "2 held-out records" in said and "Evaluation after step 2" not in said
     written = json.loads((root / "summary.json").read_text())
