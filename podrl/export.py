@@ -273,6 +273,9 @@ def main(argv: Sequence[str] | None = None) -> str:
         check(args.workdir, "--workdir")
         if is_remote(args.out):
             raise ValueError(f"--out={args.out}: give a local directory, then copy it to the bucket.")
+        hf_save.refuse_existing(args.out)
+        if args.adapter:
+            peft_files.adapter_entries(read_run(locate(args.workdir)).config)
         with announce_if_long(f"Reading {args.workdir}", write_line):
             run, step, params = load_run(locate(args.workdir), args.step)
         dtype = jnp.dtype(args.dtype)

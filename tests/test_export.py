@@ -111,6 +111,18 @@ def test_user_errors_are_one_line(tmp_path):
     assert not (tmp_path / "a").exists()
 
 
+def test_a_refused_export_reads_no_checkpoint(tmp_path):
+    run, out = tmp_path / "run", tmp_path / "out"
+    make_run(run, "tiny")
+    shutil.rmtree(run / "checkpoints")
+    for arguments, message in [
+        ([f"--out={run}"], "run exists already"),
+        ([f"--out={out}", "--adapter"], "no adapters"),
+    ]:
+        with pytest.raises(SystemExit, match=message):
+            export.main([f"--workdir={run}", *arguments])
+
+
 def test_the_export_lists_every_end_of_a_turn(tmp_path):
     """The tokenizer ends texts with one id, and the chat template ends turns with another. The exported
     generation_config.json lists both ids, whether or not the base has such a file."""

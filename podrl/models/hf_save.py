@@ -104,6 +104,13 @@ def write_entries(
         write_index(partial, files)
 
 
+def refuse_existing(directory: str | pathlib.Path) -> None:
+    """Raises ValueError if `directory` exists and is not an empty directory."""
+    directory = pathlib.Path(directory).absolute()
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise ValueError(f"{directory} exists already: give a directory that does not exist, or delete this one.")
+
+
 @contextlib.contextmanager
 def finished_directory(directory: str | pathlib.Path, *, writes: bool = True) -> Iterator[pathlib.Path | None]:
     """Writes a directory that appears only when it is complete; a context manager.
@@ -119,8 +126,7 @@ def finished_directory(directory: str | pathlib.Path, *, writes: bool = True) ->
     if not writes:
         yield None
         return
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise ValueError(f"{directory} exists already: give a directory that does not exist, or delete this one.")
+    refuse_existing(directory)
     partial = directory.with_name(f".{directory.name}.partial-{os.getpid()}")
     partial.mkdir(parents=True)
     try:

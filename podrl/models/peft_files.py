@@ -20,7 +20,7 @@ from podrl.models.config import (
     ModelConfig,
 )
 from podrl.models.hf_load import load_entries, single_device_mesh
-from podrl.models.hf_names import entries, expert_module, module_of
+from podrl.models.hf_names import Entry, entries, expert_module, module_of
 from podrl.models.hf_save import finished_directory, is_writer, write_entries
 from podrl.models.lora import matches_nothing
 from podrl.models.parameters import as_layers, is_adapter, stacks_of
@@ -60,6 +60,17 @@ _FIXED: dict[str, tuple[object, ...]] = {
 _PARAMETERS = {name: f"mlp.experts.{parameter}" for name, parameter in EXPERT_PROJECTIONS.items()}
 
 
+def adapter_entries(config: ModelConfig) -> list[Entry]:
+    """Returns the entries of a model's adapters.
+
+    Raises:
+      ValueError: the model has no adapters.
+    """
+    if not (found := entries(config, adapters=True)):
+        raise ValueError("This model has no adapters to save: lora.rank is 0.")
+    return found
+
+
 def save_adapters(
     directory: str | pathlib.Path,
     config: ModelConfig,
@@ -79,9 +90,7 @@ def save_adapters(
     Raises:
       ValueError: the model has no adapters, or adapters that PEFT cannot load; or the directory is not empty.
     """
-    wanted = entries(config, adapters=True)
-    if not wanted:
-        raise ValueError("This model has no adapters to save: lora.rank is 0.")
+    wanted = adapter_entries(config)
     raw = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
