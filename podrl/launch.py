@@ -171,8 +171,21 @@ def take_config(argv: Sequence[str]) -> tuple[str, list[str]]:
         elif arg != "--config":
             rest.append(arg)
     if not config:
-        raise ValueError("--config is missing: name a configuration, for example --config=grpo_gemma.py.")
+        raise ValueError(f"--config is missing: {_instead_of_config(rest[1:])}")
     return config, rest
+
+
+def _instead_of_config(args: Sequence[str]) -> str:
+    """Says how to name the configuration, by the first argument that was meant to name it if there is one."""
+    for arg in args:
+        flag, _, value = arg.partition("=")
+        name = flag.removeprefix("--")
+        bare = value if name in _SWITCHES else "" if flag.startswith("--") else arg  # a value joins a switch before it
+        if ".py" in bare:
+            return f"write --config={bare}, because {bare!r} alone is not read."
+        if flag.startswith("--") and name not in flags.FLAGS and difflib.get_close_matches(name, ["config"], n=1):
+            return f"there is no flag {flag}. Did you mean --config={value or 'grpo_gemma.py'}?"
+    return "name a configuration, for example --config=grpo_gemma.py."
 
 
 def _joined(argv: Sequence[str]) -> list[str]:

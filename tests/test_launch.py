@@ -48,8 +48,21 @@ def test_a_list_whose_brackets_or_quotes_are_open_is_refused_as_such(text):
 def test_both_spellings_of_the_flag_are_taken_out():
     assert take_config(["x", "--config=a.py", "--dry_run"]) == ("a.py", ["x", "--dry_run"])
     assert take_config(["x", "--config", "a.py:v", "--config.seed=1"]) == ("a.py:v", ["x", "--config.seed=1"])
-    with pytest.raises(ValueError, match="--config is missing"):
-        take_config(["x"])
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ([], "missing: name a configuration"),
+        (["--code=a.py"], "missing: name a configuration"),
+        (["--confg=a.py:v", "--seed=1"], r"no flag --confg\. Did you mean --config=a\.py:v\?"),
+        (["a.py:v", "--dry_run"], "write --config=a.py:v,"),
+        (["--dry_run", "a.py"], "write --config=a.py,"),
+    ],
+)
+def test_a_missing_config_says_what_to_write(args, message):
+    with pytest.raises(ValueError, match=message):
+        take_config(["x", *args])
 
 
 def test_keys_without_config_are_understood():
