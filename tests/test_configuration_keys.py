@@ -88,6 +88,8 @@ def test_the_help_tells_the_keys_below_a_prefix():
 def test_the_help_refuses_a_prefix_of_no_key():
     with pytest.raises(ValueError, match=r"no key begins with this. Did you mean 'trainer.learning_rate'"):
         help_text("trainer.lerning_rate")
+    with pytest.raises(ValueError, match=r"Did you mean 'trainer\.'\?"):
+        help_text("trainr.")
 
 
 def test_a_key_without_a_default_can_be_set_by_the_flag_that_its_error_names():

@@ -164,7 +164,8 @@ def help_text(prefix: str = "") -> str:
     chosen = [key for key in keys if key.path.startswith(prefix)]
     if not chosen:
         paths = [key.path for key in keys]
-        near = difflib.get_close_matches(prefix, paths, n=1)
+        dots = {path[: i + 1] for path in paths for i, letter in enumerate(path) if letter == "."}
+        near = difflib.get_close_matches(prefix, [*paths, *dots], n=1)  # a group is suggested as 'trainer.'
         hint = nearest(prefix, near or {path.partition(".")[0] for path in paths})
         raise ValueError(f"--help_config {prefix}: no key begins with this.{hint}")
     lines = []
