@@ -337,18 +337,21 @@ def _fill(spec: str, sizes: tuple[int, ...], devices: Sequence[JaxDevice], key: 
     if not devices or not _fits(sizes, len(devices)):
         raise ValueError(
             f"{key} {spec} needs {_need(sizes)} devices, {_hosts(devices)} {len(devices)}: "
-            f"the sizes of {key} must multiply to the number of devices (-1 takes the rest).{_faking(sizes, devices)}"
+            f"the sizes of {key} must multiply to the number of devices (-1 takes the rest)."
+            f"{_faking(key, sizes, devices)}"
         )
     fixed = math.prod(n for n in sizes if n != REST)
     return tuple(len(devices) // fixed if n == REST else n for n in sizes)
 
 
-def _faking(sizes: tuple[int, ...], devices: Sequence[JaxDevice]) -> str:
+def _faking(key: str, sizes: tuple[int, ...], devices: Sequence[JaxDevice]) -> str:
     """Returns a sentence for an error message: how to get enough fake CPU devices; '' for other devices."""
     needed = math.prod(n for n in sizes if n != REST)
     fakes = all(isinstance(device, jax.Device) and device.platform == "cpu" for device in devices)
     if needed <= len(devices) or not fakes:
         return ""
+    if key.startswith("roles."):
+        return f" CPU devices are faked by --config.fake_devices={needed}."
     return f" CPU devices are faked by XLA_FLAGS=--xla_force_host_platform_device_count={needed} before the command."
 
 

@@ -104,6 +104,8 @@ def test_error_has_the_numbers():
 def test_too_few_cpu_devices_say_how_to_fake_more():
     with pytest.raises(ValueError, match=r"needs 16 .*XLA_FLAGS=--xla_force_host_platform_device_count=16 before"):
         make_mesh("fsdp=4,tensor=4", jax.devices()[:8])
+    with pytest.raises(ValueError, match=r"needs 16 .* by --config\.fake_devices=16\.$"):
+        make_mesh("fsdp=4,tensor=4", jax.devices()[:8], key="roles.trainer.mesh")
     with pytest.raises(ValueError, match=r"\(-1 takes the rest\)\.$"):  # enough CPU devices: no advice
         make_mesh("fsdp=2", jax.devices()[:3])
     with pytest.raises(ValueError, match=r"\(-1 takes the rest\)\.$"):
