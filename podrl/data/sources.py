@@ -33,6 +33,8 @@ from podrl.storage.storage import first_line, is_remote, locate
 
 Check = Callable[[Record, str], None]  # takes a record and its place; raises ValueError to refuse the record
 _JSONL, _ARRAY_RECORD = ".jsonl", ".array_record"
+# The values of data.path that name no file. podrl.data.config, which lists the tasks, imports this module.
+_TASKS = "The data.path of a job may also be a task: problems, sums, facts or reasoning_gym:NAME."
 _MARK = b"\xef\xbb\xbf"  # the byte-order mark, with which some programs begin UTF-8 files
 csv.field_size_limit(1 << 30)  # in characters; the library's default, 131,072, is too few for a long document
 Made = TypeVar("Made")
@@ -263,7 +265,10 @@ def _read(path: str, one_of: Sequence[str], accept: Check, split: str, cache: Re
         )
     if suffix not in _KNOWN:
         usable = ", ".join((*_KNOWN, _ARRAY_RECORD))
-        raise ValueError(f"{path} ends in {suffix!r}, which is not a known format: use {usable}, or tfds:NAME/SPLIT.")
+        raise ValueError(
+            f"{path} ends in {suffix!r}, which is not a known format: use {usable}, tfds:NAME/SPLIT or "
+            f"hf:ORG/NAME:CONFIG:SPLIT. {_TASKS}"
+        )
     parts = []
     for file in files(path):
         parts.append(_READERS[suffix](file, one_of, accept) if suffix != _JSONL else _jsonl(file, accept, cache))
@@ -312,7 +317,8 @@ def files(path: str) -> list[epath.Path]:
     found = [regular(file) for file in sorted(whole.parent.glob(whole.name))] if "*" in whole.name else []
     if not found:
         kind = "is a directory" if whole.is_dir() else "does not exist"
-        raise FileNotFoundError(f"Data file {path} {kind}: the path must name a file of records.")
+        tasks = "" if whole.suffix else f" {_TASKS}"
+        raise FileNotFoundError(f"Data file {path} {kind}: the path must name a file of records.{tasks}")
     return found
 
 

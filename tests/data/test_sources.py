@@ -5,6 +5,7 @@ import decimal
 import importlib.util
 import json
 import os
+import re
 import sys
 import tracemalloc
 
@@ -13,6 +14,7 @@ import pytest
 from array_record.python import array_record_module
 
 from podrl.data import shape, sources
+from podrl.data.config import EMBEDDED, REASONING
 from podrl.data.pipeline import DataConfig, PromptStream
 from podrl.runtime import plain
 
@@ -128,6 +130,15 @@ def test_bad_bytes_are_named_with_their_line(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b'{"question": "q", "answer": "1"}\n{"question": "\xff"}\n')
     with pytest.raises(ValueError, match=r"a\.jsonl line 2 is not UTF-8"):
         sources.read(str(tmp_path / "a.jsonl"), ASKS, check)
+
+
+def test_a_path_that_cannot_be_read_is_told_all_other_forms(tmp_path):
+    (tmp_path / "a.txt").write_text("q")
+    for name in ("a.txt", "problem"):
+        with pytest.raises((ValueError, FileNotFoundError)) as refused:
+            sources.read(str(tmp_path / name))
+        assert {*EMBEDDED, REASONING} <= set(re.findall(r"\w+:?", str(refused.value)))
+        assert name == "problem" or "tfds:NAME/SPLIT or hf:ORG/NAME:CONFIG:SPLIT." in str(refused.value)
 
 
 def test_missing_files(tmp_path):
