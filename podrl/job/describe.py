@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from podrl.config import plural
 from podrl.data.config import is_generated
-from podrl.data.mixture import split
+from podrl.data.mixture import OpenedSources, split
 from podrl.data.pipeline import replaced_fields, system_prompt, takes_system_prompt, task_fields
 from podrl.data.template import own_words
 from podrl.job.config import Job
@@ -123,8 +123,7 @@ def print_plan(
     """Prints the tables that a run starts with, and that a dry run ends with."""
     if not console.quiet:
         print_about(console, about_job(job, on, pod))
-    if not job.kind.offline and not console.quiet:
-        for line in (*weight_lines(job, on, pod), *data_lines(job)):
+        for line in (*([] if job.kind.offline else weight_lines(job, on, pod)), *data_lines(job)):
             console.print(line)
     if not console.quiet:
         for text in doubtful(job, pod=pod is not None):
@@ -197,12 +196,15 @@ _FEW = 10  # with fewer held-out records than this, comparing two evaluations sa
 
 
 def data_lines(job: Job) -> list[str]:
-    """Counts the records to train on and to evaluate on, and names the fields that reward functions get."""
+    """Counts the records to train on and to evaluate on; if there are rewards, names the fields that functions get."""
     data = job.data
     try:
-        opened = split(data)
+        opened = split(data, job.kind.form)
     except FileNotFoundError:
         return [f"Data: data.path={data.path} or data.eval_path={data.eval_path} is not here; the run itself needs it."]
+    count = _count_line(job, opened)
+    if job.kind.offline:
+        return [count]
     fields, own, hidden = dict[str, None](), set[str](), set[str]()
     before, unused = dict[str, None](), dict[str, None]()
     for part in opened.parts:
@@ -245,25 +247,33 @@ def data_lines(job: Job) -> list[str]:
     if not before:
         nothing = f"Nothing{' else' if words else ''} precedes a question (data.system_prompt)."
         about += "\n" + ("data.system_prompt puts nothing before a question." if words is None else nothing)
-    count = f"Data: {plural(sum(len(part.train) for part in opened.parts), 'record')} to train on, "
     about += "".join(f"\n{line}" for line in _set_lines(job))
+    return [count, about]
+
+
+def _count_line(job: Job, opened: OpenedSources) -> str:
+    """Counts the records to train on and to evaluate on."""
+    data = job.data
+    count = f"Data: {plural(sum(len(part.train) for part in opened.parts), 'record')} to train on, "
     if not job.eval.problems:
         apart = sum(len(part.held_out) for part in opened.parts if not is_generated(part.config.path))
         lost = f" Held out by data.eval_fraction, but not used: {plural(apart, 'record')}." if apart else ""
-        return [f"{count}no evaluation on held-out records (eval.problems=0).{lost}", about]
+        return f"{count}no evaluation on held-out records (eval.problems=0).{lost}"
     if not opened.held_out:
-        return [
-            f"{count}none held out, so there is no evaluation before and after: data.path={data.path} is too small for "
-            f"data.eval_fraction={data.eval_fraction:g}. Raise it, or give data.eval_path.",
-            about,
-        ]
+        count += "none held out, so there is no evaluation before and after"
+        if job.kind.offline and opened.unmeasured:  # a warning of podrl.job.evaluation says which answers are missing
+            return f"{count}."
+        return (
+            f"{count}: data.path={data.path} is too small for "
+            f"data.eval_fraction={data.eval_fraction:g}. Raise it, or give data.eval_path."
+        )
     held_out = min(opened.held_out, job.eval.problems)
     source = "data.eval_path" if data.eval_path else "held out from training"
     few = ""
     if held_out < min(_FEW, job.eval.problems):
-        more = f"Raise data.eval_fraction={data.eval_fraction:g}, or give data.eval_path."
-        few = f" That is too few records to tell an improvement from noise. {'' if data.eval_path else more}".rstrip()
-    return [f"{count}{held_out} to evaluate on ({source}).{few}", about]
+        fraction = f"Raise data.eval_fraction={data.eval_fraction:g}, or give data.eval_path."
+        few = f" That is too few records to tell an improvement from noise. {'' if data.eval_path else fraction}".rstrip()
+    return f"{count}{held_out} to evaluate on ({source}).{few}"
 
 
 def _words_of_template(job: Job) -> str | None:

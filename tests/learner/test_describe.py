@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 import podrl
 from podrl.algorithms.presets import PRESETS
 from podrl.job import describe, job, placement
-from podrl.job.config import complete, parse
+from podrl.job.config import KINDS, complete, parse
 from podrl.job.weights import copies, model_of
 from podrl.launch import find_config, load_config
 from podrl.mesh.build import make_mesh
@@ -38,10 +38,15 @@ TELLS = {
 
 
 def planned(name, critic=None, dry=False, pod=None, **changes):
-    """Plans grpo_gemma.py with algorithm `name` and changed settings; returns (job, text that a run prints first)."""
-    values = load_config(find_config("grpo_gemma.py")).to_dict() | {"algorithm": name}
-    values["rollout"] |= {"max_prompt_length": 64}
-    values["model"] |= {"reference": "teacher" if name == "opd" else ""}
+    """Plans grpo_gemma.py, or the small job of a supervised algorithm, with algorithm `name` and changed settings.
+
+    Returns (job, text that a run prints first).
+    """
+    offline = name in KINDS and KINDS[name].offline
+    values = load_config(find_config(f"{name}_tiny.py" if offline else "grpo_gemma.py")).to_dict() | {"algorithm": name}
+    if not offline:
+        values["rollout"] |= {"max_prompt_length": 64}
+        values["model"] |= {"reference": "teacher" if name == "opd" else ""}
     for group, fields in changes.items():
         values[group] = values.get(group, {}) | fields
     found = parse(ConfigDict(complete(values)).to_dict())  # the launcher parses settings in this way
@@ -282,6 +287,20 @@ def test_a_dry_run_names_the_words_that_the_chat_template_puts_before_a_question
     found, _ = planned("grpo", data=data)
     for tokenizer, lines in said.items():
         assert lines in "\n".join(describe.data_lines(dataclasses.replace(found, tokenizer=tokenizer))) + "\n"
+
+
+@pytest.mark.parametrize("name", ["dpo", "reward_model"])
+def test_a_job_on_answers_counts_its_records(tmp_path, name):
+    pairs, solved = tmp_path / "pairs.jsonl", tmp_path / "solved.jsonl"
+    rows = [{"prompt": f"{i}?", "chosen": "yes", "rejected": "no"} for i in range(40)]
+    pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    solved.write_text(
+        "".join(json.dumps(row | {"question": row["prompt"], "answer": "yes"}) + "\n" for row in rows[:12])
+    )
+    text = planned(name, data={"path": str(pairs), "eval_path": str(solved)}, eval={"problems": 64})[1]
+    assert "\nData: 28 records to train on, 12 to evaluate on (data.eval_path).\n" in text and "Reward" not in text
+    text = planned(name, data={"path": str(pairs)}, eval={"problems": 64})[1]
+    assert "\nData: 40 records to train on, none held out, so there is no evaluation before and after" in text
 
 
 def test_a_dry_run_counts_records_and_names_the_fields_of_reward_functions(tmp_path):
