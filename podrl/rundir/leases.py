@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from podrl.config import plural
 from podrl.mappings import JsonObject
 from podrl.runtime.channel import ChannelError, LateError
 from podrl.runtime.message import Message
@@ -430,9 +431,9 @@ class LeaseServer(Leases):
                 for process in self._pod.seat.hosts.replica_of(host):
                     self._pod.let_go(process)
                 name = f"{self._pod.seat.hosts.name(host)} (host {host})"
-                _log.warning(
-                    "%s was asked to stop and leaves; %d rollout hosts stay.", name, len(set(self._members) - {host})
-                )
+                stay = len(set(self._members) - {host})
+                stays = f"{plural(stay, 'rollout host')} {'stays' if stay == 1 else 'stay'}"
+                _log.warning("%s was asked to stop and leaves; %s.", name, stays)
                 self._remove_host(host)
         return Message({"goes": may_leave})
 
@@ -447,7 +448,7 @@ class LeaseServer(Leases):
             elif process not in self._pod.seat.hosts.trainer and self._pod.is_at(process, message.value["address"]):
                 self._members[process] = self._entered[process] = step
                 name = f"{self._pod.seat.hosts.name(process)} (host {process})"
-                _log.warning("%s joined: the job has %d rollout hosts now.", name, len(self._members))
+                _log.warning("%s joined: the job has %s now.", name, plural(len(self._members), "rollout host"))
                 self._reassign()
             start = self._starts.get(step, self._starts[min(self._starts)])()
             arrays = start.pop("arrays", {})
