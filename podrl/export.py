@@ -292,7 +292,7 @@ def main(argv: Sequence[str] | None = None) -> str:
             (out / "README.md").write_text(card(place, config, step))
             pushed = f" It was uploaded: {hub.push(out, args.push)}."
     except (ValueError, OSError, ImportError, StorageError) as error:
-        raise SystemExit(f"podrl.export: {as_sentence(error)}") from None
+        raise SystemExit(f"podrl.export: error: {as_sentence(error)}") from None
     return f"Step {step} of {args.workdir} was written to {args.out} ({args.dtype}).{pushed}"
 
 

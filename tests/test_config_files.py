@@ -22,7 +22,7 @@ from podrl.learner.instructions import instructions_for
         ("def get_config():\n    return {}\n", r"get_config\(\) returned a dict, but must"),
         ("import nosuch\n", r"--config=FILE, line 1: ModuleNotFoundError: No module named 'nosuch'\.$"),
         ("def get_config():\n    x = {}\n    return x['a']\n", r"--config=FILE, line 3: KeyError: 'a'\.$"),
-        ("def get_config():\n    raise ValueError('No such thing.')\n", r"^No such thing\. \(--config=FILE, line 2\)$"),
+        ("def get_config():\n    raise ValueError('No such thing.')\n", r"^No such thing \(--config=FILE, line 2\)\.$"),
         ("raise SystemError('odd')\n", r"--config=FILE, line 1: SystemError: odd\.$"),
         ("get_config = 3\n", r"--config=FILE defines no get_config\(\)"),
     ],

@@ -119,7 +119,7 @@ def test_a_refused_export_reads_no_checkpoint(tmp_path):
         ([f"--out={run}"], "run exists already"),
         ([f"--out={out}", "--adapter"], "no adapters"),
     ]:
-        with pytest.raises(SystemExit, match=message):
+        with pytest.raises(SystemExit, match=f"^podrl.export: error: .*{message}"):
             export.main([f"--workdir={run}", *arguments])
 
 

@@ -62,7 +62,7 @@ def load_config(path: str) -> ConfigDict:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
         where = f"--config={file}{f', line {lines[-1]}' if lines else ''}"
         if isinstance(error, ValueError):  # the configuration refuses something, in its own words
-            raise ValueError(f"{error} ({where})" if lines else str(error)) from error
+            raise ValueError(f"{str(error).removesuffix('.')} ({where})." if lines else str(error)) from error
         raise ValueError(f"{where}: {type(error).__name__}: {error}.") from error
     if not isinstance(config, ConfigDict):
         raise ValueError(
