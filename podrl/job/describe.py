@@ -272,7 +272,9 @@ def _count_line(job: Job, opened: OpenedSources) -> str:
     few = ""
     if held_out < min(_FEW, job.eval.problems):
         fraction = f"Raise data.eval_fraction={data.eval_fraction:g}, or give data.eval_path."
-        few = f" That is too few records to tell an improvement from noise. {'' if data.eval_path else fraction}".rstrip()
+        few = (
+            f" That is too few records to tell an improvement from noise. {'' if data.eval_path else fraction}".rstrip()
+        )
     return f"{count}{held_out} to evaluate on ({source}).{few}"
 
 
