@@ -134,17 +134,25 @@ def test_a_check_of_flags_that_does_not_end_is_left_to_the_hosts(monkeypatch, ca
     assert "checked on the hosts only: podrl has not answered within 0.5 s" in capsys.readouterr().err
 
 
-def test_the_commands_of_the_page_write_both_manifests(capsys):
+@pytest.mark.parametrize(
+    ("block", "slice_", "machine", "chips"), [(1, "2x2x2", "2x2x2*2", 8), (2, "2x2x1", "2x2x2", 4)]
+)
+def test_the_commands_of_the_page_write_both_manifests(block, slice_, machine, chips, capsys):
     """The page's command podrl.plan would compile for minutes, so this test only checks that its machines are those of
     the job."""
     page = (pathlib.Path(__file__).parents[2] / "docs" / "clusters.md").read_text()
-    block = page.partition("## Qwen 3 8B on v5p")[2].partition("```bash\n")[2].partition("```")[0]
-    plan, *launchers = (shlex.split(line) for line in block.replace("\\\n", " ").splitlines())
+    commands = page.partition("## Qwen 3 8B on v5p")[2].split("```bash\n")[block].partition("```")[0]
+    plan, *launchers = (shlex.split(line) for line in commands.replace("\\\n", " ").splitlines())
+    machines, meshes = [f"--trainer=v5p:{slice_}", f"--rollout=v5p:{slice_}"], plan[7:]
     values = load_config(find_config(plan[3].removeprefix("--config="))).to_dict()
-    assert plan[4:6] == ["--trainer=v5p:2x2x2", "--rollout=v5p:2x2x2"]
-    assert [math.prod(parse_mesh(values["roles"][role]["mesh"])) for role in ("trainer", "rollout")] == [8, 8]
+    named = dict(word.removeprefix("--config.roles.").split(".mesh=") for word in meshes)
+    chosen = [named.get(role, values["roles"][role]["mesh"]) for role in ("trainer", "rollout")]
+    assert plan[4:7] == [*machines, "--quick"]
+    assert [math.prod(parse_mesh(mesh)) for mesh in chosen] == [chips, chips]
     assert [words[2] for words in launchers] == ["launch.gke", "launch.xpk"]
+    assert set(machines) < set(launchers[0]) and f"--machine=v5p:{machine}" in launchers[1]
     for words, launcher in zip(launchers, (gke, xpk), strict=True):
+        assert words[len(words) - len(meshes) :] == meshes
         assert launcher.main(words[3:]) == 0
         assert "grpo_qwen.py:qwen3_8b_v5p16" in capsys.readouterr().out
 
