@@ -261,6 +261,25 @@ def test_a_chart_is_zoomed_by_keyboard(address, page):
         page.until(f"{label}.includes('steps {steps}')")
 
 
+def test_a_chart_fills_its_box_and_tells_its_numbers_inside(address, page):
+    page.open(f"{address}/curves?run={WHOLE}")
+    page.until("document.querySelector('.chart .readout')")
+    box, plot, readout = (
+        f"document.querySelector('{name}').getBoundingClientRect()" for name in (".chart", ".plot", ".readout")
+    )
+    assert 0 <= page.ask(f"{box}.bottom - {plot}.bottom") <= 10, "no band is left empty for the numbers"
+    assert page.ask(f"{readout}.bottom <= {plot}.bottom") and page.ask(f"{readout}.height") == 16
+
+
+def test_the_example_of_a_filter_is_not_clipped(address, page):
+    page.open(f"{address}/curves?run={WHOLE}")
+    width = """(() => { const find = document.querySelector('input[type=search]');
+        const pen = document.createElement('canvas').getContext('2d'), style = getComputedStyle(find);
+        pen.font = style.font;
+        return find.clientWidth - 2 * parseFloat(style.paddingLeft) - pen.measureText(find.placeholder).width; })()"""
+    assert page.ask(width) > 0
+
+
 def test_a_constant_is_a_flat_line_in_the_middle_of_its_axes(address, page):
     """Smoothing leaves rounding errors, and an axis fitted to these errors would show the constant as a V."""
     page.open(f"{address}/curves?run={WHOLE}&find=actor/lr")

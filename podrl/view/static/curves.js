@@ -20,7 +20,7 @@ podrl.views.curves = async (main, params, current) => {
   let filter = params.get("find") || "", smooth = Number(params.get("smooth") || 0.6), charts = [], fetched = new Map();
 
   const list = el("div", { className: "panels" });
-  const find = el("input", { type: "search", placeholder: "find a metric, e.g. reward or tools/", value: filter, oninput: () => { filter = find.value; keep(); draw(); } });
+  const find = el("input", { type: "search", placeholder: "e.g. reward or tools/", value: filter, oninput: () => { filter = find.value; keep(); draw(); } });
   const slider = el("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: smooth, oninput: () => { smooth = Number(slider.value); keep(); for (const each of charts) each.set(); } });
   const csv = el("button", { type: "button", onclick: download }, "CSV");
   fill(main, el("div", { className: "bar" }, el("label", {}, "metric ", find), el("label", {}, "smoothing ", slider), csv,
