@@ -271,4 +271,4 @@ def test_settings_that_steps_depend_on_are_the_same_on_all_hosts_of_every_topolo
         assert said[:2] == ["", ""]
         assert bool(said[2]) == refused
         if refused:
-            assert said[2].startswith("rollout 1 (host 2, ") and f"configuration: {key}" in said[2], said[2]
+            assert said[2].startswith("rollout 1 (host 2, ") and f"this host's): {key}" in said[2], said[2]
