@@ -119,6 +119,7 @@ def test_a_run_that_more_passes_a_step_make_too_long_is_told_in_updates():
         stopping=lambda: False,
     )
     with pytest.raises(
-        ValueError, match=r"holds 11 steps of 2 updates, 22 updates, more than trainer\.max_steps=12: set trainer\.max_steps to at least 22"
+        ValueError,
+        match=r"holds 11 steps of 2 updates, 22 updates, more than trainer\.max_steps=12: set trainer\.max_steps to",
     ):
         recorder.restore()
