@@ -176,7 +176,7 @@ def take_config(argv: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def _instead_of_config(args: Sequence[str]) -> str:
-    """Says how to name the configuration, by the first argument that was meant to name it if there is one."""
+    """Returns what to write in place of an argument that was probably meant for --config; else an example."""
     for arg in args:
         flag, _, value = arg.partition("=")
         name = flag.removeprefix("--")

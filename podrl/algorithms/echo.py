@@ -54,7 +54,7 @@ def with_observations(loss: PolicyLossFn):
     tokens, in nats.
     """
 
-    @functools.wraps(loss, assigned=(), updated=())  # whoever asks the wrapper finds `loss.batch_dependent`
+    @functools.wraps(loss, assigned=(), updated=())  # make_train_step looks at the wrapped loss
     def joined(
         logprob_BT: Float[Array, "B T"], entropy_BT: Float[Array, "B T"], rows: ObservedRows
     ) -> tuple[Ratio, dict[str, Ratio]]:

@@ -74,7 +74,7 @@ def with_old(loss: "PolicyLoss", old: str) -> PolicyLossFn:
         of `podrl.algorithms.mismatch` compare the sampler with the current weights.
     """
 
-    wrapper = functools.wraps(loss, assigned=(), updated=())  # whoever asks the wrapper finds `loss.batch_dependent`
+    wrapper = functools.wraps(loss, assigned=(), updated=())  # make_train_step looks at the wrapped loss
 
     @wrapper
     def current(logprob_BT: Array, entropy_BT: Array, rows: PolicyRows):

@@ -262,7 +262,7 @@ def _part(
     kept = np.flatnonzero(~is_held & ~leaks)
     count = int(leaks.sum())
     where = f"data.eval_path={config.eval_path}" if config.eval_path else "records held out of other sources"
-    count_repeats(count, len(records), config.path, where, left=len(kept))
+    report_repeats(count, len(records), config.path, where, left=len(kept))
     used = _chosen(kept, source, config.seed)
     counts = {"records": len(records) + sum(file.dropped.values()), **file.dropped, "held out": int(is_held.sum())}
     counts |= {"asked by held-out records": count} if count else {}
@@ -273,8 +273,8 @@ def _part(
     return OpenedSource(name, config, train, held_out, weight, file.unanswered, counts, fields, file.hashes[used])
 
 
-def count_repeats(count: int, records: int, path: str, where: str, *, left: int) -> None:
-    """Warns about training records that repeat a held-out question; refuses training data of which nothing is left.
+def report_repeats(count: int, records: int, path: str, where: str, *, left: int) -> None:
+    """Warns how many training records repeat a held-out question.
 
     Args:
       count: number of training records with a question that is held out, which the caller leaves out.
@@ -282,6 +282,9 @@ def count_repeats(count: int, records: int, path: str, where: str, *, left: int)
       path: name of the training data.
       where: name of the held-out records.
       left: number of records to train on.
+
+    Raises:
+      ValueError: records repeat held-out questions, and none is left to train on.
     """
     if count and not left:
         raise ValueError(

@@ -15,7 +15,7 @@ from podrl.data.cache import Cache, key
 from podrl.data.config import AUTO, EMBEDDED, REASONING, DataConfig, is_generated
 from podrl.data.curriculum import ChosenStream
 from podrl.data.hint import TEACHER_PROMPT, with_hint
-from podrl.data.mixture import OpenedSource, count_repeats, interleaved, keyed_paths, reasoning_gym, split
+from podrl.data.mixture import OpenedSource, interleaved, keyed_paths, reasoning_gym, report_repeats, split
 from podrl.data.pools import Curriculum, CurriculumConfig
 from podrl.data.problem_generator import Problem
 from podrl.data.stream import BatchStream, Limit, Mixture, Stream, TooLong
@@ -175,7 +175,7 @@ class PromptStream(BatchStream[_Task]):
         asked = {shape.same_question(_listed(item, f"Held-out prompt {i}")) for i, item in enumerate(held_out)}
         every = {f"Prompt {i}": _listed(item, f"Prompt {i}") for i, item in enumerate(prompts)}
         placed = {place: record for place, record in every.items() if shape.same_question(record) not in asked}
-        count_repeats(len(every) - len(placed), len(every), "train_ds", "eval_ds", left=len(placed))
+        report_repeats(len(every) - len(placed), len(every), "train_ds", "eval_ds", left=len(placed))
         lacks = [place for place, record in placed.items() if not shape.answers(record, place)]
         form = "chat" if tokenizer.has_chat_template else "plain"
 

@@ -211,7 +211,12 @@ class Scheduler:
         """Adds a paused sample with the prompt of the sample `source` and with its tokens before `position`.
 
         The new sample's store counts as spilled: the caller copies the first pages of the source's store to the host,
-        under the new store's name. Only for models without linear attention, whose memories cannot be cut back.
+        under the new store's name. Not for models with linear attention, whose memories cannot be cut back.
+
+        Args:
+          handle: handle of the new sample.
+          source: handle of the sample to copy from.
+          position: number of tokens that the new sample has, counted with the prompt.
 
         Returns:
           The new store, whose pages have the indices of the source's pages; the source's store; their shard.
@@ -221,7 +226,14 @@ class Scheduler:
         pages = [Page(page.index, page.start, min(page.count, position - page.start)) for page in shared]
         store = TokenStore(("sample", handle, 0), pages, spilled=True)
         self.samples[handle] = Sample(
-            *(handle, of.prompt, of.length, of.max_new, of.expected, of.left, position, store),
+            id=handle,
+            prompt=of.prompt,
+            length=of.length,
+            max_new=of.max_new,
+            expected=of.expected,
+            left=of.left,
+            position=position,
+            store=store,
             shard=of.shard,
             status=Status.PAUSED,
             grown=of.grown,

@@ -313,21 +313,9 @@ class SampleLearner(SavedByRun):
         if eval_ds is not None and evaluator is not None:
             raise ValueError("eval_ds and evaluator both say what is evaluated: give one of them.")
         eval_items, _ = from_batches([] if eval_ds is None else list(eval_ds))
-        listed, templated = not isinstance(train_ds, PromptStream), False
+        items: Sequence[str | Record] | None = None
         if not isinstance(train_ds, PromptStream):
-            several = isinstance(train_ds, Iterable) and not isinstance(train_ds, str)
-            require(several, "train_ds", train_ds, "a list of records or batches of records; podrl.run reads files")
-            items, size = from_batches(list(train_ds))
-            if not items:
-                raise ValueError(f"train_ds={train_ds!r:.80} is empty: it must have at least one prompt or record.")
-            if size and prompts_per_step not in (None, size):
-                raise ValueError(
-                    f"prompts_per_step={prompts_per_step} contradicts train_ds, whose batches have "
-                    f"{plural(size, 'prompt')} each: leave prompts_per_step out, or give a list of records."
-                )
-            templated = any(isinstance(item, Mapping) and not isinstance(item.get("prompt"), str) for item in items)
-            configured = self.cluster.config.rollout().prompts_per_step
-            size = (size or prompts_per_step or configured) * self.config.prompt_batches
+            items, size = self._items(train_ds, prompts_per_step)
             train_ds = self._listed(items, size, shuffle_seed=self._shuffle_seed, held_out=eval_items)
         held_out: Sequence[tuple[str, TaskFields]] = ()
         if eval_items:
@@ -335,27 +323,16 @@ class SampleLearner(SavedByRun):
         prompts = train_ds.prompts_per_step // self.config.prompt_batches
         own = run is None
         if run is None:
-            saves = None if checkpoint is None else as_settings(CheckpointConfig, checkpoint, "checkpoint")
-            if training.checkpoint_root_directory is None and not (saves is None and save_every is None):
-                raise ValueError(
-                    "checkpoint and save_every say when to save, but there is no place for checkpoints: set "
-                    "RLTrainingConfig(checkpoint_root_directory=DIR)."
-                )
-            run = Run(training.checkpoint_root_directory, config=self._settings(prompts), checkpoint=saves)
+            run = self._own_run(prompts, save_every, checkpoint)
         elif checkpoint is not None:
             raise ValueError("run and checkpoint both say when to save: give checkpoint to the run.")
         schedule = self._schedule(train_ds, run, save_every)
         of_run: Any = (self.cluster.config.rollout(), self._reward_config, self._environment)
         for text in no_update_reasons_on_samples(training, self.config, *of_run, steps=schedule.max_steps):
             run.console.print(f"Warning: {text}")
-        if listed and (before := instructions_for(self._reward_config.fns)):
-            run.console.print(
-                f"Each question is preceded by {before!r}, because a reward function reads the tags that this text "
-                "asks for."
-            )
-        if templated and (words := own_words(self.cluster.tokenizer)):
-            run.console.print(f"The chat template itself writes {words!r} before a question that has no system turn.")
-        if eval_items and not listed:
+        if items is not None:
+            self._print_about(items, run)
+        elif eval_items:
             run.console.print("It was not checked whether the stream of prompts asks questions of eval_ds.")
         with run, contextlib.ExitStack() as stack:
             others = {REWARD_NAME: self._environment.reward_weight} if self._environment.used else {}
@@ -393,6 +370,45 @@ class SampleLearner(SavedByRun):
                 write_ending(run, {"seed": self.cluster.seed})
             self._trained_to = 0 if run.place else step
             return step
+
+    def _items(
+        self, train_ds: Iterable[str | Record], prompts_per_step: int | None
+    ) -> tuple[Sequence[str | Record], int]:
+        """Returns the prompts of a list and the number of prompts of a step; for errors see `train`."""
+        several = isinstance(train_ds, Iterable) and not isinstance(train_ds, str)
+        require(several, "train_ds", train_ds, "a list of records or batches of records; podrl.run reads files")
+        items, size = from_batches(list(train_ds))
+        if not items:
+            raise ValueError(f"train_ds={train_ds!r:.80} is empty: it must have at least one prompt or record.")
+        if size and prompts_per_step not in (None, size):
+            raise ValueError(
+                f"prompts_per_step={prompts_per_step} contradicts train_ds, whose batches have "
+                f"{plural(size, 'prompt')} each: leave prompts_per_step out, or give a list of records."
+            )
+        configured = self.cluster.config.rollout().prompts_per_step
+        return items, (size or prompts_per_step or configured) * self.config.prompt_batches
+
+    def _own_run(self, prompts: int, save_every: int | None, checkpoint: CheckpointConfig | ConfigValues | None) -> Run:
+        """Makes the run of a call of `train` that was given none; `prompts` is the number of prompts of a step."""
+        directory = self.cluster.training_config.checkpoint_root_directory
+        saves = None if checkpoint is None else as_settings(CheckpointConfig, checkpoint, "checkpoint")
+        if directory is None and not (saves is None and save_every is None):
+            raise ValueError(
+                "checkpoint and save_every say when to save, but there is no place for checkpoints: set "
+                "RLTrainingConfig(checkpoint_root_directory=DIR)."
+            )
+        return Run(directory, config=self._settings(prompts), checkpoint=saves)
+
+    def _print_about(self, items: Sequence[str | Record], run: Run) -> None:
+        """Prints what precedes the questions of a list of prompts."""
+        if before := instructions_for(self._reward_config.fns):
+            run.console.print(
+                f"Each question is preceded by {before!r}, because a reward function reads the tags that this text "
+                "asks for."
+            )
+        templated = any(isinstance(item, Mapping) and not isinstance(item.get("prompt"), str) for item in items)
+        if templated and (words := own_words(self.cluster.tokenizer)):
+            run.console.print(f"The chat template itself writes {words!r} before a question that has no system turn.")
 
     def _listed(
         self,

@@ -83,7 +83,7 @@ def make_train_step(
         mesh,
         seed=seed,
         balanced=balanced if balance_coef else None,
-        by_row=not getattr(inspect.unwrap(loss), "batch_dependent", False),
+        by_row=not getattr(inspect.unwrap(loss), "batch_dependent", False),  # a loss may wrap a PolicyLoss
     )
 
 
@@ -130,7 +130,7 @@ def make_update(
       balanced: function that takes the loss's denominator divided by the batch's number of tokens, and returns the
         objective to differentiate, which has one more term, a mean over tokens; None differentiates the objective of
         `objective_on`.
-      by_row: True if the objective of several rows is the sum of the objectives of the rows.
+      by_row: True if the loss of several rows is the sum of the losses of the rows.
     """
 
     def step(state: TrainState, frozen: PyTree, batch: Batch[Any]) -> tuple[TrainState, DeviceMetrics]:
@@ -403,7 +403,7 @@ def _accumulate_by_device(
       trainable: trainable parameters.
       frozen: frozen parameters; leaves that wait in the host's memory are copied to the devices.
       batch: packed rows.
-      key: random key of the step; each device derives a key of its own.
+      key: random key of the step, from which each device derives its own key.
       mesh: devices that hold the state and the batch.
     """
     alone = Mesh(mesh.devices.reshape(-1)[:1].reshape([1] * mesh.devices.ndim), mesh.axis_names)

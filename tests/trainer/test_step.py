@@ -1,6 +1,7 @@
 """The training step makes the same update however sequences are packed, split and sharded."""
 
 import dataclasses
+import inspect
 import pathlib
 import re
 
@@ -11,6 +12,7 @@ import optax
 import pytest
 from updates import SAME, assert_same, update
 
+from podrl.algorithms.echo import with_observations
 from podrl.algorithms.policy_loss import KLLossSettings, PolicyLoss, with_old
 from podrl.models import LoraConfig, decoder, from_pretrained, parameters
 from podrl.trainer import state as state_lib
@@ -58,6 +60,7 @@ def test_devices_exchange_sums_of_a_small_model_once_and_the_update_is_the_same(
 
 def test_a_loss_that_ranks_tokens_ranks_those_of_all_devices(tiny):
     loss = with_old(PolicyLoss(KLLossSettings(policy_loss_fn="kl_cov", beta=0.0)), "sampler")
+    assert inspect.unwrap(with_observations(loss)) is inspect.unwrap(loss)
     (made, _), (expected, _) = update(tiny("fsdp=4"), loss, rows=4), update(tiny(), loss, rows=4)
     for x, y in zip(jax.tree.leaves(made), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
