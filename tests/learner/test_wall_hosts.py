@@ -211,7 +211,7 @@ def train_through(
         here.stopping = lambda: begin.step + len(seen) + 1 >= until < steps
         barrier = StepBarrier(pods[0], here, DEADLINE_S)
         leader = RemoteRollouts(weights.offers(), stream, here, pods[0], barrier, **more)
-        others, behind = [], {}
+        others, behind, came = [], {}, threading.Condition()
         for number in hosts.trainer[1:]:
             theirs = StepBarrier(pods[number], run(), DEADLINE_S)
             apart = {**more, "clock": None}  # only the leader has the clock
@@ -219,7 +219,9 @@ def train_through(
 
         def follow(other) -> None:
             def record(step, experience, metrics):
-                behind[step - 1] = experience
+                with came:
+                    behind[step - 1] = experience
+                    came.notify_all()
 
             nothing = types.SimpleNamespace(
                 restore=lambda: Start(begin.step, begin.data_state, begin.pending, set()), save=lambda *_: None,
@@ -234,6 +236,9 @@ def train_through(
 
         def record(step, experience, metrics):
             seen[step - 1] = experience
+            if others:  # as in a job, where the trainers make each update together, no trainer is two steps behind
+                with came:
+                    assert came.wait_for(lambda: step - 2 in behind or step - 2 < begin.step, DEADLINE_S), step
             if step in deaths and there:
                 one = there.pop(rng.randrange(len(there)))
                 number = one.pod.seat.process
