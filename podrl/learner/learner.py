@@ -315,7 +315,8 @@ class SampleLearner(SavedByRun):
         eval_items, _ = from_batches([] if eval_ds is None else list(eval_ds))
         items: Sequence[str | Record] | None = None
         if not isinstance(train_ds, PromptStream):
-            items, size = self._items(train_ds, prompts_per_step)
+            items, size = _items(train_ds, prompts_per_step)
+            size = (size or self.cluster.config.rollout().prompts_per_step) * self.config.prompt_batches
             train_ds = self._listed(items, size, shuffle_seed=self._shuffle_seed, held_out=eval_items)
         held_out: Sequence[tuple[str, TaskFields]] = ()
         if eval_items:
@@ -370,23 +371,6 @@ class SampleLearner(SavedByRun):
                 write_ending(run, {"seed": self.cluster.seed})
             self._trained_to = 0 if run.place else step
             return step
-
-    def _items(
-        self, train_ds: Iterable[str | Record], prompts_per_step: int | None
-    ) -> tuple[Sequence[str | Record], int]:
-        """Returns the prompts of a list and the number of prompts of a step; for errors see `train`."""
-        several = isinstance(train_ds, Iterable) and not isinstance(train_ds, str)
-        require(several, "train_ds", train_ds, "a list of records or batches of records; podrl.run reads files")
-        items, size = from_batches(list(train_ds))
-        if not items:
-            raise ValueError(f"train_ds={train_ds!r:.80} is empty: it must have at least one prompt or record.")
-        if size and prompts_per_step not in (None, size):
-            raise ValueError(
-                f"prompts_per_step={prompts_per_step} contradicts train_ds, whose batches have "
-                f"{plural(size, 'prompt')} each: leave prompts_per_step out, or give a list of records."
-            )
-        configured = self.cluster.config.rollout().prompts_per_step
-        return items, (size or prompts_per_step or configured) * self.config.prompt_batches
 
     def _own_run(self, prompts: int, save_every: int | None, checkpoint: CheckpointConfig | ConfigValues | None) -> Run:
         """Makes the run of a call of `train` that was given none; `prompts` is the number of prompts of a step."""
@@ -595,3 +579,22 @@ class PPOLearner(SampleLearner):
         more = (reward_config, pod, environment)
         super().__init__(PPO, rl_cluster, ppo_config, reward_fns, metric_fns, data_shuffle_seed, *more)
         rl_cluster.make_critic()
+
+
+def _items(train_ds: Iterable[str | Record], prompts_per_step: int | None) -> tuple[Sequence[str | Record], int | None]:
+    """Returns the prompts of a list, and the size of its batches or else `prompts_per_step`.
+
+    Raises:
+      ValueError: `train_ds` is not a list or is empty, or its batches have another size than `prompts_per_step`.
+    """
+    several = isinstance(train_ds, Iterable) and not isinstance(train_ds, str)
+    require(several, "train_ds", train_ds, "a list of records or batches of records; podrl.run reads files")
+    items, size = from_batches(list(train_ds))
+    if not items:
+        raise ValueError(f"train_ds={train_ds!r:.80} is empty: it must have at least one prompt or record.")
+    if size and prompts_per_step not in (None, size):
+        raise ValueError(
+            f"prompts_per_step={prompts_per_step} contradicts train_ds, whose batches have "
+            f"{plural(size, 'prompt')} each: leave prompts_per_step out, or give a list of records."
+        )
+    return items, size or prompts_per_step
