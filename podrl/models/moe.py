@@ -508,6 +508,8 @@ class _SortedRows(NamedTuple):
       row_Xk: row of each token and choice; at least P for choices without a row.
       block_N: expert of each block of rows.
       blocks: number of blocks that hold rows.
+      block: number of rows of a block.
+      padded_E: number of rows of each expert, with the padding that fills its last block.
     """
 
     count_E: Int[Array, " E"]
@@ -516,6 +518,14 @@ class _SortedRows(NamedTuple):
     row_Xk: Int[Array, "X k"]
     block_N: Int[Array, " N"]
     blocks: Int[Array, ""]
+
+    @property
+    def block(self) -> int:
+        return self.token_P.shape[0] // self.block_N.shape[0]
+
+    @property
+    def padded_E(self) -> Int[Array, " E"]:  # noqa: N802
+        return -(-self.count_E // self.block) * self.block
 
     def rows(self, x_XD: Array) -> Array:
         """Copies each token to its rows; padding is 0."""
@@ -606,7 +616,8 @@ def _apply(
 def _plan(expert_Xk: Array, form: _Form) -> _SortedRows:
     count, parts = form.experts, form.parts
     if form.tpu:
-        return _sort(expert_Xk, count, 1, -(-expert_Xk.size // tiles.ROWS) * tiles.ROWS)
+        block = tiles.alignment(expert_Xk.size / (count * parts), parts)
+        return _sort(expert_Xk, count, block, -(-(expert_Xk.size + count * (block - 1)) // tiles.ROWS) * tiles.ROWS)
     block = _LEAST
     # A block grows only if an expert then still has 1.5 blocks of rows on average. Beyond this bound the padding of a
     # larger block costs more time than its speed per row saves.
@@ -759,10 +770,9 @@ def _forward(
     if form.tpu:
         y_PD, inner = _outputs(_kernels(plan, leaves, first, x_XD.dtype, form)[0], leaves, x_PD, form)
     else:
-        block = x_PD.shape[0] // plan.block_N.shape[0]
 
         def body(n: int | Array) -> tuple[Array, _Inner]:
-            return _outputs(_block_products(leaves, first + plan.block_N[n]), leaves, _cut(x_PD, n, block), form)
+            return _outputs(_block_products(leaves, first + plan.block_N[n]), leaves, _cut(x_PD, n, plan.block), form)
 
         empty = jax.tree.map(lambda a: jnp.zeros((x_PD.shape[0], a.shape[1]), a.dtype), jax.eval_shape(body, 0))
         y_PD, inner = lax.fori_loop(0, plan.blocks, lambda n, whole: _put(whole, body(n), n), empty)
@@ -796,12 +806,11 @@ def _backward(form: _Form, saved: tuple, dout_XD: Array) -> tuple:
             parts.setdefault(name, []).append(outer(left, right))
         total = {name: ds[0] if len(ds) == 1 else jnp.stack(ds, axis=1) for name, ds in parts.items()}
     else:
-        block = x_PD.shape[0] // plan.block_N.shape[0]
 
         def body(n: Array, carry: tuple) -> tuple:
             *whole, total = carry
             g = first + plan.block_N[n]
-            x_MD, inner_M, dy_MD, weight_M = _cut((x_PD, inner, dy_PD, weight_P), n, block)
+            x_MD, inner_M, dy_MD, weight_M = _cut((x_PD, inner, dy_PD, weight_P), n, plan.block)
             *found, factors = _gradients(
                 _block_products(leaves, g), leaves, x_MD, inner_M, dy_MD, weight_M[:, None], form
             )
@@ -845,14 +854,16 @@ def _kernels(
     """Builds the TPU products: of rows with a leaf's matrices, and outer products of rows summed by expert.
 
     The kernel takes all matrices of the leaves as groups. Matrices of other layers are groups of 0 rows, so no matrix
-    is copied. Integer weights become dense for this layer only, all experts at once. Rows after the last group are not
-    computed, and no other code reads them: `outer` stops at the last group.
+    is copied. Integer weights become dense for this layer only, all experts at once. The padding behind an expert's
+    rows belongs to its group: it adds 0 to sums of outer products, because `_SortedRows.rows` makes it 0. Rows after
+    the last group are not computed, and no other code reads them: `outer` stops at the last group.
     """
     # This import takes a fifth of a second, so only programs that use the kernel pay for it.
     from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 
     count = plan.count_E.shape[0]
-    rows = plan.token_P.shape[0] / (count * form.parts)  # mean number of rows of an expert
+    expert_P = jnp.repeat(plan.block_N, plan.block)
+    rows = plan.row_Xk.size / (count * form.parts)  # mean number of rows of an expert
 
     def dense(name: str) -> tuple[Array, int | Array]:
         if f"{name}_scale" not in leaves:
@@ -865,20 +876,20 @@ def _kernels(
         stride, offset = (1, 0) if part is None else (w.shape[1], part)
         w_NXY = w.reshape(-1, *w.shape[-2:])
         place_E = (begin + jnp.arange(count)) * stride + offset
-        size_N = jnp.zeros(len(w_NXY), jnp.int32).at[place_E].set(plan.count_E)
+        size_N = jnp.zeros(len(w_NXY), jnp.int32).at[place_E].set(plan.padded_E)
         x, y = w_NXY.shape[1:][:: -1 if transposed else 1]
         tiling = tiles.for_rows(rows, x, y, a_PX.dtype.itemsize)
         return gmm(a_PX, w_NXY, size_N, a_PX.dtype, tiling, transpose_rhs=transposed, interpret=interpret)
 
     def outer(a_PX: Array | None, b_PY: Array) -> Array:
         if a_PX is None:
-            mine_PE = plan.live_P[:, None] * jax.nn.one_hot(plan.block_N, count, dtype=b_PY.dtype)
+            mine_PE = plan.live_P[:, None] * jax.nn.one_hot(expert_P, count, dtype=b_PY.dtype)
             return _outer(mine_PE, jnp.where(plan.live_P[:, None], b_PY, 0))
         tiling = tiles.for_outer(rows, a_PX.shape[1], b_PY.shape[1], b_PY.dtype.itemsize)
         assert len(leaves["expert_in"]) == count, "gradients are of one layer's experts"
-        return tgmm(a_PX.T, b_PY, plan.count_E, b_PY.dtype, tiling, interpret=interpret)
+        return tgmm(a_PX.T, b_PY, plan.padded_E, b_PY.dtype, tiling, interpret=interpret)
 
-    return _Products(dot, _biases(leaves, first + plan.block_N)), outer
+    return _Products(dot, _biases(leaves, first + expert_P)), outer
 
 
 def routes_by_kind(route_LBTk: Array | None, config: ModelConfig) -> list[Array | None]:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 ROWS = 512  # largest number of rows of a tile; the number of rows is padded to a multiple of it
 _LEAST_ROWS = 128  # with fewer, the matrix unit waits for weights
 _TILES = 4  # a tile has more than _LEAST_ROWS rows only if an expert fills this many of the larger tiles
+_PADDING = 1 / 8  # largest share by which padding between experts may lengthen the arrays of rows
 _LANES = 128  # a tile's width is a multiple of this, or the whole dimension
 _CONTRACTED, _OTHER = 4096, 1024  # largest widths of a tile along the contracted and along the other dimension
 _WASTED = 0.07  # a dimension's last tile may reach beyond the dimension by at most this share of the dimension's size
@@ -27,6 +28,21 @@ def row_tile(rows: float) -> int:
     while tile < ROWS and 2 * tile * _TILES <= rows:
         tile *= 2
     return tile
+
+
+def alignment(rows: float, parts: int) -> int:
+    """Returns the number of which each expert's first row is a multiple: the rows of a tile, or 1.
+
+    An expert whose rows begin inside a tile usually touches one tile more, and computes all rows of it. Padding between
+    experts avoids this, but lengthens the arrays of rows, by up to a tile for each expert on this device.
+
+    Args:
+      rows: mean number of rows of an expert.
+      parts: number of devices that the layer's experts are split over. The arrays of rows have room for the rows of all
+        experts, so padding lengthens them by a smaller share if there are more parts.
+    """
+    tile = row_tile(rows)
+    return tile if tile <= _PADDING * rows * parts else 1
 
 
 def for_rows(rows: float, contracted: int, outputs: int, item: int) -> tuple[int, int, int]:

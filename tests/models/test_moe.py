@@ -377,7 +377,7 @@ def test_the_cost_is_that_of_the_chosen_experts():
     for count in (8, 64):
         expert_Xk = np.argsort(rng.normal(size=(4096, count)), axis=-1)[:, :2]
         plan = moe._plan(jnp.asarray(expert_Xk), moe._Form(count, 1, "silu", 1.0, False))
-        rows = int(plan.blocks) * (len(plan.token_P) // len(plan.block_N))
+        rows = int(plan.blocks) * plan.block
         assert expert_Xk.size <= rows <= 1.5 * expert_Xk.size
         np.testing.assert_array_equal(
             np.asarray(plan.token_P)[np.asarray(plan.row_Xk)], np.arange(4096)[:, None] + [0, 0]
@@ -386,7 +386,9 @@ def test_the_cost_is_that_of_the_chosen_experts():
 
 @pytest.mark.parametrize("lora", [LoraConfig(), ADAPTERS, INTEGERS], ids=["plain", "adapters", "integers"])
 @pytest.mark.parametrize("oss", [False, True])
-def test_the_tpu_form_equals_the_blocks(monkeypatch, oss, lora):
+@pytest.mark.parametrize("alignment", [1, 128])
+def test_the_tpu_form_equals_the_blocks(monkeypatch, alignment, oss, lora):
+    monkeypatch.setattr(moe.tiles, "alignment", lambda *_: alignment)
     config = config_with(lora=lora, count=4, ffn_dim=128)
     if oss:
         config = dataclasses.replace(OSS, experts=dataclasses.replace(OSS.experts, ffn_dim=128), lora=lora)

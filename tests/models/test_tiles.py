@@ -2,9 +2,12 @@
 
 import math
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.experimental.pallas.ops.tpu.megablox.gmm import make_group_metadata
 
-from podrl.models import tiles
+from podrl.models import moe, tiles
 from podrl.models.sizes import SIZES, config_of
 
 WIDTHS = sorted(
@@ -41,3 +44,25 @@ def test_experts_with_many_rows_compute_few_rows_of_others(rows):
 def test_a_matrix_is_read_once_for_each_expert_where_it_fits():
     assert tiles.for_rows(16, 2048, 768, 2)[1:] == (2048, 768)  # Qwen3-30B-A3B
     assert tiles.for_rows(16, 2880, 2880, 2)[1] == 2880  # gpt-oss, whose width is no multiple of 128
+
+
+@pytest.mark.parametrize(("count", "parts", "most"), [(32, 4, 1.14), (32, 1, 1.26), (8, 8, 1.07)])
+def test_kernels_compute_few_rows_in_vain(count, parts, most):
+    """Counts the tiles that the kernel visits, for random routes of 4,096 tokens of each device, 8 experts a token.
+
+    With one part, an expert's padding would lengthen the arrays by a quarter, so rows are not aligned.
+    """
+    tokens = 4096 * parts
+    scores = np.random.default_rng(0).random((tokens, count * parts))
+    plan = moe._plan(jnp.asarray(np.argpartition(scores, 8)[:, :8]), moe._Form(count, parts, "silu", 1.0, tpu=True))
+    assert len(plan.token_P) <= 1.13 * 8 * tokens
+    tile = tiles.row_tile(8 * tokens / (count * parts))
+    _, visited = make_group_metadata(
+        group_sizes=plan.padded_E,
+        m=len(plan.token_P),
+        tm=tile,
+        start_group=0,
+        num_nonzero_groups=count,
+        visit_empty_groups=False,
+    )
+    assert int(plan.count_E.sum()) <= int(visited) * tile <= most * int(plan.count_E.sum())
