@@ -49,8 +49,8 @@ def made(path, *, steps, max_steps=12, seed=0, trace="sampled", note=extras):
     log.close()
     if tracing is not None:
         tracing.close()
-    config = {"algorithm": "grpo", "trainer": {"max_steps": max_steps}, "grpo": {"epsilon": 0.2}}
-    identity.write(path, config, {"algorithm": "grpo", "trainer": {"max_steps": None}, "grpo": {"epsilon": 0.2}})
+    same = {"algorithm": "grpo", "grpo": {"epsilon": 0.2}, "data": {"path": "gsm8k"}}  # a job has data, a learner none
+    identity.write(path, same | {"trainer": {"max_steps": max_steps}}, same | {"trainer": {"max_steps": None}})
     roles = Table("Roles (8 x cpu)", ["role", "does"], [["trainer", f"updates {HOSTILE}"], ["rollout", "x" * 80]])
     write_about(path, About([roles], ["A long sentence. " * 20, "  r = exp(logprob - old_logprob)"]))
     return path
