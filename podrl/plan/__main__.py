@@ -220,7 +220,7 @@ def _run(argv: Sequence[str]) -> int:
         print(f"model.size={size!r} is not read, because model.path={path!r} names the model.", file=sys.stderr)
     report = make_report(values, log=lambda line: print(line, file=sys.stderr, flush=True))
     if _SEARCH.value:
-        report = dataclasses.replace(report, command=command_of(name, rest, report.chosen))
+        report = dataclasses.replace(report, command=command_of(name, rest[1:], report.chosen))
     if _JSON.value:
         sys.stdout.write(json.dumps(as_mapping(report)) + "\n")
     else:

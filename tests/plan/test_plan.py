@@ -649,8 +649,9 @@ def test_a_search_settles_on_keys_that_fit():
     assert len({keys for _, keys, *_ in trials}) == len(trials) == 6 + 2 <= int(bound[1])
     assert all(verdict.endswith(" s") for *_, verdict, _ in trials)
     seconds = {keys: float(verdict.removesuffix(" s")) for side, keys, _, verdict, _ in trials if side == "trainer"}
-    best = re.search(r"Best found: (.*?)\nEverything fits", done.stdout, re.S)
+    best = re.search(r"Best found: (.*)\nTo run it:\n(.*)\nEverything fits", done.stdout)
     assert best, done.stdout
+    assert best[2] == f"python -m podrl.launch --config=grpo_gemma.py --config.roles.colocated=False {best[1]}"
     chosen = [key.removeprefix("--config.") for key in best[1].split() if key.startswith("--config.")]
     fastest = {keys for keys, s in seconds.items() if s == min(seconds.values())}
     assert any({k for k in chosen if "rollout" not in k} <= set(keys.split()) for keys in fastest), (chosen, seconds)
