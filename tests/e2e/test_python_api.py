@@ -87,6 +87,8 @@ if __name__ == "__main__":
         "rollout": {"prompts_per_step": 4, "lanes": 16, "max_tokens_to_generate": 16},
         "grpo.num_generations": 4,
         "log.to": (),
+        "fake_devices": 8,
+        "roles.colocated": False,
     }
     sys.exit(podrl.run("grpo_gemma.py", small, workdir=pathlib.Path(sys.argv[1]), reward_fns=["answer", short]))
 """
@@ -199,6 +201,7 @@ def centred(reward_PG, *, power=1.0):
 
 if __name__ == "__main__":
     small = {"trainer": {"max_steps": 4, "mini_batch_size": MINI}, "eval.problems": 0, "log.to": ()}
+    small |= {"fake_devices": 8, "roles.colocated": False}
     small |= {"rollout": {"prompts_per_step": 4, "lanes": 16, "max_tokens_to_generate": 16}, "checkpoint.every": 2}
     small |= {"grpo": {"num_generations": 4, "policy_loss_args": {"reach": 0.2}}}
     sys.exit(podrl.run("grpo_gemma.py", small, workdir=sys.argv[1], loss=my_clip, advantage=centred))
