@@ -33,7 +33,16 @@ _log = logging.getLogger("podrl.environments")
 
 
 class EnvironmentFailure(BatchError):  # noqa: N818 - the word of docs and logs
-    """The code of an environment failed; the message names the environment, the sample, the turn and the error."""
+    """The code of an environment failed; the message names the environment, the sample, the turn and the error.
+
+    Attributes:
+      why: the error with its traceback; '' if the code raised none.
+      certain: True if the code is wrong whatever the model answers.
+    """
+
+    def __init__(self, text: str, why: str = "", *, certain: bool = False) -> None:
+        super().__init__(text)
+        self.why, self.certain = why, certain
 
 
 @dataclasses.dataclass
@@ -505,10 +514,10 @@ class EnvironmentHost:
                     self._run_clock(self._by_attempt[attempt])
             case {"done": attempt, **result} if attempt in self._by_attempt:
                 self._on_return(self._by_attempt[attempt], result)
-            case {"raised": attempt, "why": why} if attempt in self._by_attempt:
+            case {"raised": attempt, "why": why, "certain": certain} if attempt in self._by_attempt:
                 episode = self._by_attempt[attempt]
                 self._leave(episode)
-                self._emit(EnvironmentFailure(f"{self._name(episode)} failed: {why}"))
+                self._emit(EnvironmentFailure(f"{self._name(episode)} failed: {why}", why, certain=certain))
 
     def _on_observation(
         self, episode: _Episode, observation: JsonObject, records: list[TurnRecord], *, overlaps: bool

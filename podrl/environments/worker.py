@@ -8,8 +8,11 @@ import contextlib
 import dataclasses
 import inspect
 import json
+import os
 import re
 import time
+import traceback
+import warnings
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, BinaryIO, get_args
 
@@ -27,6 +30,8 @@ from podrl.workers.user_objects import LoadError, explain, explain_load, extend_
 
 HEARTBEAT_S = 0.2  # a frame is sent this often, so that the host knows that the event loop runs
 _EPISODE_FRAMES = ("start", "turn", "answer", "rest", "cancel")  # kinds of frames that belong to one episode
+# Errors of these types are mistakes of the environment's code if they come before the model's first answer.
+_MISTAKES = (AttributeError, LookupError, NameError, TypeError)
 _YIELDS = 3  # rounds of the event loop after each frame, so that the frame's episode runs before the next frame comes
 
 
@@ -261,6 +266,10 @@ def record(by: str, text: str, failed: str, reply: JsonObject) -> TurnRecord:
     }
 
 
+class _ResultError(TypeError):
+    """What `run` returned is no podrl.Result, or has a field of a wrong type."""
+
+
 class OneTurn:
     """The environment 'none' of env.others: the model answers once, without tools."""
 
@@ -335,7 +344,8 @@ class _Worker:
         try:
             result = Result()
             with contextlib.suppress(Ended):
-                result = await self._environment_of(task).run(task, self._models[attempt]) or result
+                played = await self._environment_of(task).run(task, self._models[attempt])
+                result = result if played is None else played
             model = self._models[attempt]
             reason = "turns" if model.out_of_turns else "calls" if model.out_of_calls else "ended"
             self.send({"done": attempt, "reason": reason, **model.news(), **_result_fields(result)})
@@ -345,7 +355,8 @@ class _Worker:
             failure_fields = {"reward": None, "metrics": failure.metrics(), "text": None, "why": str(failure)}
             self.send({"done": attempt, "reason": "failed", **failure_fields})
         except BaseException as error:  # noqa: BLE001 - reported to the parent, which raises
-            self.send({"raised": attempt, "why": explain(error)})
+            why, certain = _explained(error, answered=self._models[attempt].answers > 0)
+            self.send({"raised": attempt, "why": why, "certain": certain})
         finally:
             del self._models[attempt], self._tasks[attempt]
 
@@ -396,23 +407,51 @@ def _check_playable(environment: Any) -> None:
         pass
 
 
+def _explained(error: BaseException, *, answered: bool) -> tuple[str, bool]:
+    """Explains an error of an episode: (text, True if the code is wrong whatever the model answers).
+
+    Args:
+      error: what `run` raised, or a _ResultError.
+      answered: True if the model had answered before.
+    """
+    if isinstance(error, _ResultError):
+        return str(error), True
+    why = explain(error)
+    if isinstance(error, AttributeError | TypeError) and re.search(r"\bcoroutine\b", str(error)):
+        warnings.filterwarnings("ignore", "coroutine 'RemoteModel")  # Python's own words for the same
+        return f"{why}: write `await` before model.say, model.chat and model.outside", True
+    *_, (raising, _) = traceback.walk_tb(error.__traceback__)
+    variable = raising.f_code is os.environ.__getitem__.__code__  # another machine may have it
+    return why, not answered and isinstance(error, _MISTAKES) and not variable
+
+
 def _result_fields(result: Any) -> JsonObject:
     """Converts a Result to JSON.
 
     Raises:
-      TypeError: `result` is not a Result, or its text is not a text.
+      _ResultError: `result` is not a Result, or has a field of a wrong type.
       ValueError: the reward or a metric is not a finite number.
     """
     if not isinstance(result, Result):
-        raise TypeError(f"run returned {short(result)} ({type(result).__name__}), not a podrl.Result")
-    metrics = {str(name): float(value) for name, value in result.metrics.items()}
-    reward = None if result.reward is None else float(result.reward)
+        must = "it must return a podrl.Result, such as podrl.Result(reward=1.0), or None"
+        raise _ResultError(f"run returned {short(result)} ({type(result).__name__}): {must}")
+    if not isinstance(result.metrics, Mapping):
+        raise _ResultError(f"run returned metrics={short(result.metrics)}, not numbers by name")
+    metrics = {str(name): _number(str(name), value) for name, value in result.metrics.items()}
+    reward = None if result.reward is None else _number("reward", result.reward)
     for name, value in {**metrics, "reward": reward or 0.0}.items():
         if value != value or abs(value) == float("inf"):
             raise ValueError(f"run returned {name}={value}, not a finite number")
     if result.text is not None and not isinstance(result.text, str):
-        raise TypeError(f"run returned text={short(result.text)}, not a text")
+        raise _ResultError(f"run returned text={short(result.text)} ({type(result.text).__name__}), not a text")
     return {"reward": reward, "metrics": metrics, "text": result.text}
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise _ResultError(f"run returned {name}={short(value)} ({type(value).__name__}), not a number") from None
 
 
 async def _serve(requests: BinaryIO, replies: BinaryIO) -> None:

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import itertools
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from podrl.cluster.reward_model import own_tokenizer
@@ -16,14 +16,18 @@ from podrl.data.config import is_generated
 from podrl.data.mixture import OpenedSource, split
 from podrl.data.pipeline import PartRenderer
 from podrl.data.shape import ANSWER, QUESTION
+from podrl.data.template import TextPart
 from podrl.data.tokenizer import Tokenizer, foreign
 from podrl.environments import dr_tulu
 from podrl.environments.config import is_own
-from podrl.environments.workers import Episodes
+from podrl.environments.journal import Journal, Records
+from podrl.environments.protocol import FULL, Task, Turn
+from podrl.environments.workers import EnvironmentFailure, EpisodeEnd, EpisodeObservation, Episodes
 from podrl.job.config import SCRATCH, Job
 from podrl.job.evaluation import held_out, open_set
 from podrl.job.weights import model_of
 from podrl.learner.run_environments import environment_config
+from podrl.mappings import JournalEntry
 from podrl.mesh.build import AXES, EXPERT, parse_mesh
 from podrl.models import orbax_files
 from podrl.models.hf_config import read_config
@@ -39,12 +43,15 @@ from podrl.rundir.sinks import check_installed
 from podrl.runtime.roles import ROLLOUT, TRAINER
 from podrl.runtime.service import ServiceError
 from podrl.storage import hub, storage
+from podrl.workers.user_objects import in_one_line
 
 _log = logging.getLogger("podrl.job")
 _LOOK = 256  # number of records of a source whose fields are checked
 # Number of records of each source that are rendered as for training: at the start of a run, and in a dry run. To render
 # a conversation of six turns takes 10 ms, a very long one a second.
 _FEW, _MANY = 32, 10_000
+# The answer of the model, the most turns, and the longest time of an episode in which an environment is tried, seconds.
+_ANSWER, _MOST_TURNS, _TRIAL_S = "an answer", 8, 5.0
 
 
 def check_models(job: Job, keys: Collection[str]) -> None:
@@ -205,7 +212,7 @@ def _check_field_names(job: Job) -> None:
                 )
 
 
-def check_environments(job: Job, *, secrets: bool) -> None:
+def check_environments(job: Job, *, secrets: bool, tokenizer: Tokenizer | None = None) -> None:
     """Loads the code of the job's environments and Python tools, and finds the commands of its program and servers.
 
     Servers are not started.
@@ -214,9 +221,12 @@ def check_environments(job: Job, *, secrets: bool) -> None:
       job: the job.
       secrets: True if this process must have the environment variables that servers need; the machine of a dry run may
         lack them.
+      tokenizer: tokenizer of the prompts with which an episode of each of the user's environments is tried; None tries
+        none.
 
     Raises:
       ValueError: an environment, tool, command or variable is missing or cannot be loaded; the message names its key.
+        Or the trial of an environment shows that its code is wrong.
     """
     env = environment_config(job.env)
     for server in env.servers:
@@ -229,9 +239,79 @@ def check_environments(job: Job, *, secrets: bool) -> None:
         named = {"environment": env.environment if tools or env.agent else next(filter(is_own, env.choices))}
         named |= {"max_calls_per_tool": {}, "arguments": {}} if env.mcp else {}
         local = dataclasses.replace(env, tools=tools, mcp=(), **named)
+        local = dataclasses.replace(local, deadline_s=min(env.deadline_s, _TRIAL_S))
         # A user's environment may name servers of its own, and the machine of a dry run may not reach them.
-        with contextlib.suppress(ServiceError), Episodes(local, job.reward.limits, journal=None):
-            pass
+        with (
+            contextlib.suppress(ServiceError, _OutsideRequest),
+            Episodes(local, job.reward.limits, journal=Journal(_NoAnswers())) as episodes,
+        ):
+            if tokenizer is not None:
+                _try_environments(job, episodes, tokenizer)
+
+
+def _try_environments(job: Job, episodes: Episodes, tokenizer: Tokenizer) -> None:
+    """Plays an episode of each of the user's environments; warns of an error that another answer might not cause.
+
+    Raises:
+      ValueError: the code of an environment is wrong, whatever the model answers.
+    """
+    for number, (name, (place, task)) in enumerate(_first_tasks(job, tokenizer).items()):
+        setting = f"env.environment={name!r}" if name == job.env.environment else f"env.others: {name!r}"
+        tried = f"{setting}, tried on {place} with the answer {_ANSWER!r}:"
+        try:
+            turns, reason = _play(episodes, number, task)
+        except EnvironmentFailure as failure:
+            returned = not failure.why or failure.why.startswith("run returned")
+            what = f"{tried} {'' if returned else 'it raised '}{in_one_line(failure.why or str(failure))}"
+            if failure.certain:
+                raise ValueError(what) from None
+            _log.warning("%s. Such an error ends a run, and a model's answers may be nonsense, too.", what)
+            return
+        if reason == "deadline":
+            _log.warning("%s it was given up, because its own code took over %g s.", tried, _TRIAL_S)
+        elif not turns:
+            _log.warning("%s the episode ended before it asked the model. Is an `await` missing?", tried)
+
+
+class _OutsideRequest(Exception):  # noqa: N818 - ends a trial
+    """An environment that is only tried asked for something outside its own code."""
+
+
+class _NoAnswers:
+    """A store of a journal that gives no answers, and does not let them be made."""
+
+    async def read(self, name: str) -> Records:
+        raise _OutsideRequest
+
+    async def add(self, name: str, record: JournalEntry) -> None:
+        raise _OutsideRequest
+
+
+def _first_tasks(job: Job, tokenizer: Tokenizer) -> dict[str, tuple[str, Task]]:
+    """Returns, for each environment of the user, place and task of the first record that it plays."""
+    tasks: dict[str, tuple[str, Task]] = {}
+    first, *others = job.env.choices
+    for part in split(job.data).parts:
+        for place, prompt, fields in _rendered(part, tokenizer):
+            name = fields["env"] if fields.get("env") in others else first
+            if is_own(name):
+                tasks.setdefault(name, (place, Task(prompt.text, fields)))
+    return tasks
+
+
+def _play(episodes: Episodes, number: int, task: Task) -> tuple[int, str]:
+    """Plays an episode in which the model always answers the same: (turns that were asked for, reason of its end)."""
+    turns = 0
+    episodes.start(number, task, recorded=False)
+    while True:
+        for event in episodes.poll(1.0):
+            if isinstance(event, EpisodeEnd):
+                return turns, event.reason
+            if isinstance(event, EpisodeObservation):
+                turns += 1
+                episodes.turn(number, Turn(_ANSWER) if turns <= _MOST_TURNS else Turn("", stop=FULL))
+                if turns > 2 * _MOST_TURNS:  # `run` catches Ended
+                    return turns, ""
 
 
 def check_all(job: Job) -> None:
@@ -239,8 +319,8 @@ def check_all(job: Job) -> None:
     check_models(job, ("model.path", "model.reference", "model.teachers", "model.critic", "reward.model"))
     read_plan(job.log.plan)
     check_installed(job.log.to)
-    check_environments(job, secrets=False)
     tokenizer = job.model.open_tokenizer(job.tokenizer)
+    check_environments(job, secrets=False, tokenizer=tokenizer)
     check_fit(job, tokenizer)
     check_records(job, tokenizer, _MANY)
     if not job.kind.offline:
@@ -254,10 +334,16 @@ def check_all(job: Job) -> None:
 
 def _shown(part: OpenedSource, tokenizer: Tokenizer) -> list[tuple[str, dict[str, Any]]]:
     """Returns places and fields of the first records of a source, as reward functions get them."""
-    source: Any = part.train
-    place = (lambda i: f"{part.config.path} record {i}") if is_generated(part.config.path) else source.place
-    rendered = itertools.islice(sources.make_all(source, PartRenderer(part, tokenizer)), _LOOK)
-    shown = [(place(i), dict(fields)) for i, (_, fields) in enumerate(rendered)]
+    shown = [(place, fields) for place, _, fields in _rendered(part, tokenizer)]
     for where, fields in shown:
         sources.check_json(fields, where)
     return shown
+
+
+def _rendered(part: OpenedSource, tokenizer: Tokenizer) -> Iterator[tuple[str, TextPart, dict[str, Any]]]:
+    """Renders the first records of a source: (place, prompt, fields)."""
+    source: Any = part.train
+    place = (lambda i: f"{part.config.path} record {i}") if is_generated(part.config.path) else source.place
+    rendered = itertools.islice(sources.make_all(source, PartRenderer(part, tokenizer)), _LOOK)
+    for i, (prompt, fields) in enumerate(rendered):
+        yield place(i), prompt, dict(fields)

@@ -5,7 +5,6 @@ import difflib
 import functools
 import logging
 import os
-import re
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -27,7 +26,7 @@ from podrl.runtime.service import ServiceError
 from podrl.workers.child import refuse_inside
 from podrl.workers.process import DiedError, Functions, LateWorkerError
 from podrl.workers.user_code import Limits
-from podrl.workers.user_objects import spec_at, spec_of
+from podrl.workers.user_objects import in_one_line, spec_at, spec_of
 
 RewardFn = Callable[..., Sequence[float]]
 _log = logging.getLogger(__name__)
@@ -390,10 +389,7 @@ class Rewards:
                 continue
             problem = reply.get("bad")
             if raised := reply.get("raised"):
-                lines = re.findall(r'File "(.+)", line (\d+)', raised)
-                problem = (
-                    "raised " + raised.strip().splitlines()[-1] + "".join(f" ({f}, line {n})" for f, n in lines[-1:])
-                )
+                problem = f"raised {in_one_line(raised)}"
             if problem:
                 # TRL passes lists of turns for conversations; code for them indexes the letters of a text.
                 texts = (

@@ -6,6 +6,7 @@ import importlib.util
 import inspect
 import os
 import pathlib
+import re
 import sys
 import traceback
 from types import ModuleType
@@ -126,6 +127,12 @@ def explain(error: BaseException) -> str:
     inner = error.__traceback__.tb_next if error.__traceback__ else None
     lines = "".join(traceback.format_exception(type(error), error, inner)).rstrip().splitlines()
     return "\n".join(map(_cut, lines[-12:]))
+
+
+def in_one_line(explained: str) -> str:
+    """Returns the last line of a text of `explain`, with the line in the file that raised the error."""
+    places = re.findall(r'File "([^<].*)", line (\d+)', explained)
+    return explained.strip().splitlines()[-1] + "".join(f" ({file}, line {line})" for file, line in places[-1:])
 
 
 def explain_load(error: BaseException, file: str = "") -> str:

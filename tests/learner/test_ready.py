@@ -90,6 +90,48 @@ def test_a_dry_run_warns_of_a_reward_function_that_does_not_answer(body, deadlin
     assert re.search(rf"reward function scored, tried on .*: {said}", caplog.text)
 
 
+def environment(tmp_path, body):
+    """Returns the settings of a job whose environment's `run` has this body, and writes its file."""
+    head = "import pathlib, podrl\nclass Env:\n    async def run(self, task, model):\n"
+    (tmp_path / "env.py").write_text(head + "".join(f"        {line}\n" for line in body.split("\n")))
+    env = {"environment": f"{tmp_path}/env.py:Env"}
+    rollout = {"max_prompt_length": 128, "max_response_tokens": 64}
+    return values(data=records(tmp_path), env=env, rollout=rollout, reward={"fns": ()}, eval={"problems": 0})
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("await model.say()\nreturn 0.0", r"run returned 0\.0 \(float\): it must return a podrl\.Result"),
+        ("await model.say()\nreturn podrl.Result('good')", r"run returned reward='good' \(str\), not a number"),
+        ("return podrl.Result(1.0, [2.0])", r"run returned metrics=\[2\.0\], not numbers by name"),
+        ("turn = model.say()\nreturn len(turn)", r"raised TypeError: .*: write `await` before model\.say.*line 5\)"),
+        ("await model.say(task.fields['targt'])", r"raised KeyError: 'targt' \(.*env\.py, line 4\)"),
+    ],
+)
+def test_an_environment_that_no_answer_excuses_is_found(body, message, tmp_path, capsys):
+    tried = r"env\.environment='.*env\.py:Env', tried on .*d\.jsonl line 1 with the answer 'an answer': (it )?"
+    refused(environment(tmp_path, body), tried + message, capsys)
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("turn = await model.say()\nreturn podrl.Result(float(turn.text))", "it raised ValueError: could not convert"),
+        ("return podrl.Result(1.0)", r"the episode ended before it asked the model\. Is an `await` missing\?"),
+        ("import os\nos.environ['NOT_HERE']", r"it raised KeyError: 'NOT_HERE' \(.*env\.py, line 5\)\. Such an error"),
+        ("while True: await model.say('more', role='user')", ""),
+        ("while True:\n    try: await model.say()\n    except BaseException: pass", ""),
+        ("async def make(): pathlib.Path(task.fields['level']).touch()\nawait model.outside('a', make)\nreturn 1", ""),
+    ],
+)
+def test_a_dry_run_plays_an_episode_and_calls_nothing_outside(body, said, tmp_path, caplog, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert job.dry_run(environment(tmp_path, body), "runs/x") == EXIT_DONE
+    assert re.search(said, caplog.text) if said else "tried on" not in caplog.text
+    assert not pathlib.Path(RECORD["level"]).exists()
+
+
 def test_an_argument_of_trls_reward_functions_is_not_a_missing_field(tmp_path, capsys):
     (tmp_path / "mine.py").write_text("def scored(completions, completion_ids):\n    return [0.0] * len(completions)\n")
     made = values(data=records(tmp_path), reward={"fns": (f"{tmp_path}/mine.py:scored", "number")})
