@@ -25,8 +25,13 @@ Call = TypeVar("Call", bound=Callable[..., object])
 def nearest(name: str, known: typing.Iterable[str]) -> str:
     """Suggests the known name closest to `name` (' Did you mean X?'); lists the known names if none is close."""
     known = sorted(known)
-    match = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
-    return f" Did you mean {match[0]!r}?" if match else f" Known: {', '.join(known)}."
+    return near(name, known) or f" Known: {', '.join(known)}."
+
+
+def near(name: str, known: typing.Iterable[str]) -> str:
+    """Suggests the known name closest to `name` (' Did you mean X?'); '' if none is close."""
+    match = difflib.get_close_matches(name, list(known), n=1, cutoff=0.7)
+    return f" Did you mean {match[0]!r}?" if match else ""
 
 
 def plural(count: int, noun: str, nouns: str = "") -> str:

@@ -41,6 +41,11 @@ def test_a_variant_where_there_are_none(tmp_path):
         load_config(f"{file}:big")
 
 
+def test_a_misspelt_variant_is_answered_with_the_nearest():
+    with pytest.raises(ValueError, match=r"no variant 'lorra': .*line \d+\)\. Did you mean 'lora'\?$"):
+        load_config(find_config("grpo_gemma.py:lorra"))
+
+
 @pytest.mark.parametrize("name", ["grpo_qwen.py", "grpo_real.py"])
 def test_a_configuration_without_default_asks_for_a_variant(name):
     with pytest.raises(ValueError, match=f"{name} has no default: write {name}:VARIANT, with one of"):

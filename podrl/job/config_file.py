@@ -10,7 +10,7 @@ import traceback
 
 from ml_collections import ConfigDict
 
-from podrl.config import nearest
+from podrl.config import near, nearest
 
 
 def find_config(name: str, cwd: pathlib.Path | None = None) -> str:
@@ -45,11 +45,13 @@ def load_config(path: str) -> ConfigDict:
     file, colon, variant = path.partition(":")
     if not file.endswith(".py"):
         raise ValueError(f"--config={file} must be a Python file, NAME.py, that defines get_config().")
+    variants: tuple[str, ...] = ()
     try:
         spec = importlib.util.spec_from_file_location("podrl_config_file", file)
         assert spec is not None and spec.loader is not None, file
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
+        variants = getattr(module, "VARIANTS", ())
         if not callable(getattr(module, "get_config", None)):
             raise ValueError(f"--config={file} defines no get_config(): a configuration is a file with that function.")
         if colon and not inspect.signature(module.get_config).parameters:
@@ -62,7 +64,8 @@ def load_config(path: str) -> ConfigDict:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
         where = f"--config={file}{f', line {lines[-1]}' if lines else ''}"
         if isinstance(error, ValueError):  # the configuration refuses something, in its own words
-            raise ValueError(f"{str(error).removesuffix('.')} ({where})." if lines else str(error)) from error
+            hint = near(variant, variants) if f"no variant {variant!r}" in str(error) else ""
+            raise ValueError(f"{str(error).removesuffix('.')} ({where}).{hint}" if lines else str(error)) from error
         raise ValueError(f"{where}: {type(error).__name__}: {error}.") from error
     if not isinstance(config, ConfigDict):
         raise ValueError(

@@ -10,7 +10,7 @@ from typing import Any
 from podrl.cluster.reward_model import own_tokenizer
 from podrl.cluster.teacher import tokenizer_of
 from podrl.cluster.worker import ends_of_samples
-from podrl.config import named
+from podrl.config import named, near, plural
 from podrl.data import sources
 from podrl.data.config import is_generated
 from podrl.data.mixture import OpenedSource, split
@@ -207,8 +207,8 @@ def _check_field_names(job: Job) -> None:
             known = [record for record in records if isinstance(record, Mapping)]
             if known and not any(name in record for record in known):
                 raise ValueError(
-                    f"data.{key}={name!r}: none of the first {len(known)} records has this field. The first record has "
-                    f"{', '.join(known[0])}."
+                    f"data.{key}={name!r}: none of the first {plural(len(known), 'record')} has this field. The first "
+                    f"record has {', '.join(known[0])}.{near(name, known[0])}"
                 )
 
 

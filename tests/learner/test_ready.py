@@ -379,9 +379,10 @@ def test_a_field_name_that_no_record_has_is_never_passed_over(tmp_path, capsys, 
     mine = "def scored(completions, prompts=None, targt=None, answer=None):\n    return [0.0] * len(completions)\n"
     (tmp_path / "mine.py").write_text(mine)
     data, fns = records(tmp_path, *[row] * 3), {"fns": (f"{tmp_path}/mine.py:scored",)}
-    for key, name in (("question_field", "txt"), ("answer_field", "targe")):
+    for key, name, meant in (("question_field", "txt", "text"), ("answer_field", "targt", "target")):
         message = (
-            rf"data\.{key}='{name}': none of the first 3 records has this field\. The first record has prompt, text"
+            rf"data\.{key}='{name}': none of the first 3 records has this field\. The first "
+            rf"record has prompt, text, answer, target\. Did you mean '{meant}'\?"
         )
         refused(values(data=data | {key: name}, reward=fns), message, capsys)
     named = data | {"question_field": "text", "answer_field": "target"}
