@@ -318,7 +318,9 @@ def _start_pod(argv: Sequence[str], path: str, config: ConfigDict, processes: in
     command = [sys.executable, "-m", "podrl.launch", f"--config={path}", f"--fake_devices={share}", *passed]
     again = _command_line(sys.argv)
     restarts = _early(argv, "restarts", local_pod.RESTARTS, prefix="--")
+    workdir = _early(argv, "workdir", "", prefix="--") or default_workdir(path)
     options: dict[str, Any] = {"replace_rollouts": split, "restarts": restarts, "again": again}
+    options["workdir"] = None if is_remote(workdir) else pathlib.Path(workdir)
     return local_pod.LocalPod(command, hosts, environment=os.environ | {_COMMAND: again}, **options).run()
 
 

@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import functools
 import os
+import pathlib
 import re
 import secrets
 import signal
@@ -60,6 +61,7 @@ class LocalPod:
         environment: Mapping[str, str],
         restarts: int = RESTARTS,
         again: str = "",
+        workdir: pathlib.Path | None = None,
     ):
         """Stores the command and its processes.
 
@@ -71,8 +73,9 @@ class LocalPod:
             PODRL_SECRET and PODRL_CHANNEL if they are missing.
           restarts: largest number of restarts, counted over all processes that do not train.
           again: command that starts the job again. The leader prints it; if the leader is killed, it is printed here.
+          workdir: the run directory, whose newest checkpoint is named before `again`; None if it is in a bucket.
         """
-        self._again = again
+        self._again, self._workdir = again, workdir
         self._command, self._hosts, self._replace = list(command), hosts, replace_rollouts
         self._joinable = "PODRL_SECRET" in environment  # True if hosts that are not started here can join
         own = {"PODRL_CHANNEL": f"127.0.0.1:{free_ports(1)[0]}", "PODRL_SECRET": secrets.token_hex(16)}
@@ -153,8 +156,17 @@ class LocalPod:
         for thread in self._threads:
             thread.join(5)
         if silent and self._again:
-            self._report(f"The newest complete checkpoint counts. Resume with: {self._again}")
+            self._report(f"{self._saved()} Resume with: {self._again}")
         return failed or 0
+
+    def _saved(self) -> str:
+        """Returns a sentence that names the newest complete checkpoint; incomplete ones have longer names."""
+        if self._workdir is None:
+            return "The newest complete checkpoint counts."
+        steps = [int(place.name) for place in self._workdir.glob("checkpoints/*") if place.name.isdecimal()]
+        return (
+            f"Step {max(steps)} is saved in {self._workdir}." if steps else f"No step is saved in {self._workdir} yet."
+        )
 
     def _code(self, code: int) -> int:
         """Returns the job's exit code after a process failed; a negative `code` means that a signal ended it."""

@@ -15,16 +15,17 @@ from podrl.runtime import local_pod
 
 # The pod runs in a separate process, as in real use: it forks, and a process that has started jax should not fork.
 _POD = """
-import os, signal, sys
+import os, pathlib, signal, sys
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup, which a pod would go by
 from podrl.runtime import local_pod
 from podrl.runtime.roles import Hosts
-program, replace, grace_s, rollouts = sys.argv[1:]
+program, replace, grace_s, rollouts, workdir = sys.argv[1:]
 local_pod._GRACE_S = float(grace_s)
 command = [sys.executable, "-c", program] if program else ["sleep", "600"]
 os.environ["POD_TEST"] = str(os.getpid())
 hosts = Hosts((0,), tuple(range(1, 1 + int(rollouts))))
-pod = local_pod.LocalPod(command, hosts, replace_rollouts=replace == "True", environment=os.environ, again="again")
+again = {"again": "again", "workdir": pathlib.Path(workdir)}
+pod = local_pod.LocalPod(command, hosts, replace_rollouts=replace == "True", environment=os.environ, **again)
 sys.exit(pod.run())
 """
 # Processes whose index is in `first` end first. The others wait until the launcher has read the exit codes of the first
@@ -42,11 +43,11 @@ _PREAMBLE = "import os, pathlib, signal, sys, time\nindex = int(os.environ['PODR
 
 
 def _start(
-    program: str, *, replace_rollouts: bool = False, grace_s: float = 20.0, rollouts: int = 2
+    program: str, *, replace_rollouts: bool = False, grace_s: float = 20.0, rollouts: int = 2, workdir: object = "w"
 ) -> subprocess.Popen:
     """Starts a pod of one trainer (index 0) and `rollouts` rollout hosts that run `program`; '' only sleeps."""
     program = program and _PREAMBLE + program
-    command = [sys.executable, "-c", _POD, program, str(replace_rollouts), str(grace_s), str(rollouts)]
+    command = [sys.executable, "-c", _POD, program, str(replace_rollouts), str(grace_s), str(rollouts), str(workdir)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -83,10 +84,12 @@ def test_the_first_that_fails_gives_the_exit_code(first, code, words, tmp_path):
 
 
 @pytest.mark.parametrize("killed", [0, 2])
-def test_the_command_that_resumes_is_shown_where_the_process_that_shows_it_was_killed(killed):
-    code, _, err = _run(f"if index == {killed}: os.kill(os.getpid(), signal.SIGKILL)")
+def test_the_command_that_resumes_is_shown_where_the_process_that_shows_it_was_killed(killed, tmp_path):
+    for name in ("2", "14", "15.orbax-checkpoint-tmp"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    code, _, err = _run(f"if index == {killed}: os.kill(os.getpid(), signal.SIGKILL)", workdir=tmp_path)
     assert code == 42
-    assert ("Resume with: again" in err) == (killed == 0)
+    assert (f"Step 14 is saved in {tmp_path}. Resume with: again" in err) == (killed == 0)
 
 
 def test_lines_have_a_name_and_the_chatter_of_collectives_is_left_out():
