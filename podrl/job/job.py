@@ -421,7 +421,7 @@ def _make_run(job: Job, workdir: str, pod: Pod | None) -> Run:
 
 
 def finish(current: Run, step: int, max_steps: int, facts: JsonObject) -> int:
-    """Writes the summary, prints where the files are, and returns the exit code.
+    """Writes and prints the end of a run, and returns the exit code.
 
     Raises:
       ValueError: the last step could not be saved.
@@ -442,8 +442,7 @@ def finish(current: Run, step: int, max_steps: int, facts: JsonObject) -> int:
             f"Stopped after step {step} of {max_steps}; saved in {current.place}. Resume with: {current.command}"
         )
         return EXIT_PREEMPTED
-    written = write_ending(current, facts)
-    describe.print_files(current.console, current.workdir, current.place, written)
+    write_ending(current, facts)
     return EXIT_DONE
 
 

@@ -294,8 +294,8 @@ class SampleLearner(SavedByRun):
             `rewards=learner.rewards_of`.
           run: files, checkpoints and signals. By default `train` makes a run in
             training_config.checkpoint_root_directory, or a run without files if the directory is None. A run that
-            `train` makes in a directory ends, after its last step, with summary.json, report.html and a table of the
-            first and last evaluation.
+            `train` makes in a directory ends, after its last step, with summary.json, report.html, a table of the
+            first and last evaluation, and a list of its files.
           save_every: number of steps between checkpoints; overrides `checkpoint.every`.
           checkpoint: settings of the checkpoints, a CheckpointConfig or a dict of its fields; excludes `run`.
 

@@ -1,4 +1,4 @@
-"""Writes a finished run's summary.json and before/after table."""
+"""Writes a finished run's summary.json, and prints its before/after table and where its files are."""
 
 import contextlib
 import json
@@ -212,3 +212,41 @@ def _means(values: Mapping[str, float]) -> dict[str, float]:
 
 def _eval_values(record: LogRecord) -> dict[str, float]:
     return {name.removeprefix("eval/"): value for name, value in record.items() if name.startswith("eval/")}
+
+
+def print_files(console: rich.console.Console, workdir: pathlib.Path, place: str, summary: JsonObject) -> None:
+    """Prints the paths of a finished run's files, and its speed.
+
+    Args:
+      workdir: local directory of the run's files.
+      place: the run directory as the user names it.
+      summary: content of summary.json.
+    """
+    rates = {k: v for k, v in summary["throughput"].items() if v}
+    for name, rate in rates.items():
+        console.print(f"{name.replace('_', ' ')}: {rate:,.0f}")
+    spent = {name: s for name, s in summary["seconds"].items() if name != "step" and s >= 0.05}
+    console.print("seconds by stage: " + ", ".join(f"{name} {s:.1f}" for name, s in spent.items()))
+    console.print(f"Written to {place}:")
+    samples = f"some prompts, completions, rewards; the lowest rewards: python -m podrl.view {place} --samples=10"
+    if not _has_scored_samples(workdir / "samples.jsonl"):
+        samples = "some texts trained on, and completions of evaluations"
+    for name, what in (
+        ("summary.json", "before/after, throughput, time split"),
+        ("metrics.jsonl", "one object per step"),
+        ("samples.jsonl", samples),
+        ("report.html", f"the run as a page; while a run goes on: python -m podrl.view {place}"),
+        ("tensorboard/", "the same metrics as events"),
+        ("mlflow.db", "the same metrics in MLflow's database"),
+        ("checkpoints/", f"export with: python -m podrl.export --workdir={place} --out=DIR"),
+    ):
+        if (workdir / name).exists() or name == "checkpoints/":
+            console.print(f"  {name:15} {what}")
+
+
+def _has_scored_samples(path: pathlib.Path) -> bool:
+    """Returns True if a samples.jsonl has samples of training with their rewards."""
+    if not path.exists():
+        return False
+    with path.open(encoding="utf-8") as lines:
+        return any('"reward":' in line and '"evaluation":' not in line for line in lines)

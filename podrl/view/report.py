@@ -43,22 +43,21 @@ def write_report(workdir: pathlib.Path, name: str) -> None:
         _log.warning("%s was not written: %s", NAME, error)
 
 
-def write_ending(run: Run, facts: JsonObject) -> JsonObject:
-    """Writes summary.json and report.html of a run that has made its last step, and prints the before/after table.
+def write_ending(run: Run, facts: JsonObject) -> None:
+    """Writes and prints the end of a run that has made its last step.
+
+    Writes summary.json and report.html; prints the before/after table, the speed, and where the files are.
 
     Args:
       run: the run; this process must lead it.
       facts: facts that only the process knows (seed, devices).
-
-    Returns:
-      The content of summary.json.
     """
     assert run.workdir is not None
     written = summary.write_summary(run.workdir, facts)
     write_report(run.workdir, pathlib.PurePath(run.place).name)
     run.push()
     summary.print_before_after(run.console, written)
-    return written
+    summary.print_files(run.console, run.workdir, run.place, written)
 
 
 def _data(run: RunFiles) -> dict[str, object]:

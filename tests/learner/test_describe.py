@@ -411,16 +411,3 @@ def test_the_copies_of_the_weights_are_counted():
     assert held.generating == 1 and held.version_bytes < 0.001 * held.policy_bytes and held.versions == 2
     merged, _ = planned("grpo", model=lora, rollout={"data_type": "bfloat16", "merge_adapters": True})
     assert 0.2 * held.policy_bytes < copies(merged, trainer, rollout).version_bytes < 0.3 * held.policy_bytes
-
-
-@pytest.mark.parametrize(
-    ("lines", "words"),
-    [
-        ([{"step": 0, "evaluation": "greedy"}, {"step": 1, "text": "a"}], "of evaluations"),
-        ([{"step": 1, "reward": 0.5}], "--samples=10"),
-    ],
-)
-def test_the_last_lines_offer_training_samples_only_where_there_are_some(lines, words, tmp_path, capsys):
-    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    describe.print_files(make_console(), tmp_path, "runs/x", {"throughput": {}, "seconds": {}})
-    assert words in next(line for line in capsys.readouterr().out.splitlines() if "samples.jsonl" in line)

@@ -111,6 +111,7 @@ def test_a_run_from_python_writes_what_the_command_writes(tmp_path, capfd):
     )
     said = capfd.readouterr().out
     assert "preceded by" not in said and "2 held-out records" in said and "Evaluation after step 2" not in said
+    assert f"Written to {root}:" in "".join(said.splitlines())
     written = json.loads((root / "summary.json").read_text())
     assert written["steps"] == 2 and written["wall_s"] > 0 and "greedy_reward/digits" in written["after"]
     assert "own/longest" in (root / "report.html").read_text()

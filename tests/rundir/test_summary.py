@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from podrl.rundir.summary import write_summary
+from podrl.rundir.console import make_console
+from podrl.rundir.summary import print_files, write_summary
 
 
 def test_wall_seconds_count_from_the_first_start_of_a_run(tmp_path):
@@ -21,3 +22,16 @@ def test_wall_seconds_count_from_the_first_start_of_a_run(tmp_path):
     assert write_summary(tmp_path, {})["wall_s"] == 450.0
     (tmp_path / "summary.json").write_text("[")
     assert write_summary(tmp_path, {})["wall_s"] >= 499
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        ([{"step": 0, "evaluation": "greedy"}, {"step": 1, "text": "a"}], "of evaluations"),
+        ([{"step": 1, "reward": 0.5}], "--samples=10"),
+    ],
+)
+def test_the_last_lines_offer_training_samples_only_where_there_are_some(lines, words, tmp_path, capsys):
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    print_files(make_console(), tmp_path, "runs/x", {"throughput": {}, "seconds": {}})
+    assert words in next(line for line in capsys.readouterr().out.splitlines() if "samples.jsonl" in line)
