@@ -24,7 +24,8 @@ class SteppedEnvironment:
         Args:
           make: function without arguments, or class, that makes the object.
           role: role of observations in the sample, see podrl.environments.protocol.Model.say.
-          opening: True if the observation of `reset` is appended to the data's prompt.
+          opening: True if the observation of `reset` is appended to the data's prompt. Such a prompt ends where the
+            model's turn begins, so with `role` 'user' or 'tool' this turn is closed empty before the observation.
         """
         self._make, self._opening = make, opening
         self._role: Role = role
