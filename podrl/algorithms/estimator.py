@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 from podrl.algorithms import advantages
 from podrl.algorithms.gae import namespace
-from podrl.config import Positive, Range, Share, group_of, section
+from podrl.config import Positive, Range, Share, group_of, near, section
 from podrl.types import Mask
 
 # Formula of each kind of estimator; R is the reward of a sample, and braces hold names of settings.
@@ -64,9 +64,10 @@ class AdvantageSettings:
         """Raises ValueError for an unknown estimator, or for `advantage_args` without a function of the user's."""
         name = self.advantage_estimator
         if isinstance(name, str) and ":" not in name and ALIASES.get(name, name) not in KINDS:
+            names = (*KINDS, *ALIASES)
             raise ValueError(
-                f"{self.section}.advantage_estimator={name!r} is not an estimator: use one of "
-                f"{', '.join((*KINDS, *ALIASES))}, or 'file.py:function' for one of your own."
+                f"{self.section}.advantage_estimator={name!r} is not an estimator: use one of {', '.join(names)}, or "
+                f"'file.py:function' for one of your own.{near(name, names)}"
             )
         if self.advantage_args and not self.own_advantage:
             raise ValueError(

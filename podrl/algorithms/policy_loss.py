@@ -18,7 +18,7 @@ from podrl.algorithms.corrections import CORRECTIONS, SAMPLE_CORRECTIONS, import
 from podrl.algorithms.mismatch import mismatch, mismatch_by_age, ratios_by_age
 from podrl.algorithms.policy_rows import PolicyRows, ReferencedRows
 from podrl.algorithms.segments import masked, sequence_mean
-from podrl.config import Finite, NonNegative, Positive, Range, Share, group_of, plural, section
+from podrl.config import Finite, NonNegative, Positive, Range, Share, group_of, near, plural, section
 from podrl.types import Mask, Ratio
 
 # Formula of the per-token loss of each kind; `PolicyLoss.formula` fills in the numbers of LossSettings.
@@ -175,11 +175,13 @@ class LossSettings:
     def check_loss(self) -> None:
         """Raises ValueError for unknown names and for settings of the loss that contradict each other."""
         key = self.section
-        known = ", ".join((*KINDS, *ALIASES))
+        names = (*KINDS, *ALIASES)
+        hint = near(self.policy_loss_fn, names) if isinstance(self.policy_loss_fn, str) else ""
         self._check(
             self.kind in KINDS or self.own_loss,
             "policy_loss_fn",
-            f"is not a policy loss: use one of {known}, or 'file.py:function' for one of your own",
+            f"is not a policy loss: use one of {', '.join(names)}, or 'file.py:function' for one of your own",
+            hint,
         )
         self._check(
             self.own_loss or not self.policy_loss_args,
@@ -202,9 +204,9 @@ class LossSettings:
             "must be 'sequence-mean-token-mean' for gmpo, whose loss is one number per sequence",
         )
 
-    def _check(self, holds: bool, name: str, requirement: str):
+    def _check(self, holds: bool, name: str, requirement: str, hint: str = ""):
         if not holds:
-            raise ValueError(f"{self.section}.{name}={getattr(self, name)!r} {requirement}.")
+            raise ValueError(f"{self.section}.{name}={getattr(self, name)!r} {requirement}.{hint}")
 
     def _check_correction(self):
         kind = self.correction

@@ -132,6 +132,41 @@ def test_a_dry_run_plays_an_episode_and_calls_nothing_outside(body, said, tmp_pa
     assert not pathlib.Path(RECORD["level"]).exists()
 
 
+@pytest.mark.parametrize(
+    ("group", "settings", "message"),
+    [
+        (
+            "grpo",
+            {"policy_loss_fn": "cispoo"},
+            r"policy_loss_fn='cispoo' is not .* of your own\. Did you mean 'cispo'\?",
+        ),
+        ("grpo", {"advantage_estimator": "rlo"}, r"estimator='rlo' is not an estimator: .* Did you mean 'rloo'\?"),
+        ("grpo", {"num_generations": 1}, r"num_generations=1 with .* use at least 2, or grpo\.singleton='raw'"),
+        (
+            "trainer",
+            {"mini_batch_size": 5},
+            r"prompts do not split into mini-batches of 5: rollout\.prompts_per_step must",
+        ),
+        (
+            "roles",
+            {"trainer": {"mesh": "fdsp=2"}},
+            r"roles\.trainer\.mesh='fdsp=2' names axis 'fdsp': give axes and sizes",
+        ),
+        ("roles", {"colocated": True, "trainer": {"mesh": "fsdp=64"}}, r"fsdp=64 needs 64 devices.*fake_devices=64\."),
+        ("reward", {"fns": ("anwser",)}, r"reward\.fns='anwser' is not a built-in reward, .* did you mean 'answer'\?"),
+        ("reward", {"weights": (1.0,)}, r"reward\.weights has 1 value for \d functions in reward\.fns: give one each"),
+        ("trainer", {"learnng_rate": 1e-4}, r"trainer has no key 'learnng_rate'\. Did you mean 'learning_rate'\?"),
+        ("trainer", {"learning_rate": -1.0}, r"^trainer\.learning_rate=-1\.0 must be a number in \[0, 1000\]\.$"),
+        ("model", {"path": "nowhere"}, r"model\.path='nowhere' is not a directory: give a Hugging Face directory"),
+        ("data", {"path": "gone.jsonl"}, r"data\.path='gone\.jsonl': Data file gone\.jsonl does not exist"),
+    ],
+)
+def test_a_newcomers_mistake_is_answered_with_its_value_what_must_hold_and_the_key(group, settings, message, tmp_path):
+    with pytest.raises((ValueError, FileNotFoundError), match=message) as refusal:
+        job.dry_run(merge(values(data=records(tmp_path)), {group: settings}), "runs/x")
+    assert len(str(refusal.value).splitlines()) == 1
+
+
 def test_an_argument_of_trls_reward_functions_is_not_a_missing_field(tmp_path, capsys):
     (tmp_path / "mine.py").write_text("def scored(completions, completion_ids):\n    return [0.0] * len(completions)\n")
     made = values(data=records(tmp_path), reward={"fns": (f"{tmp_path}/mine.py:scored", "number")})
