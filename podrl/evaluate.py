@@ -385,7 +385,7 @@ class Scoring:
         fields_of = sources.make_all(source, lambda record: {**optional, **self._fields(record)})
         tasks = [(source.place(i), fields) for i, fields in enumerate(fields_of)]
         lacks = [
-            f"{place} lacks {self._answer!r} (it has {', '.join(record)})"
+            shape.without_answer(record, place, self._answer)
             for (place, fields), record in zip(tasks, records, strict=True)
             if "answer" not in fields
         ]

@@ -80,7 +80,7 @@ class Notes:
         if not len(missing):
             return ""
         first = int(missing[0])
-        return f"{records.place(first)} lacks {self._answer!r} (it has {', '.join(records[first])})"
+        return shape.without_answer(records[first], records.place(first), self._answer)
 
     def held_out(self, fraction: float) -> np.ndarray:
         """Marks the records that are held out, about `fraction` of them.

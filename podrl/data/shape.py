@@ -240,6 +240,13 @@ def answers(record: Record, place: str, answer_field: str = ANSWER) -> bool:
     return True
 
 
+def without_answer(record: Record, place: str, answer_field: str = ANSWER) -> str:
+    """Says that the record at `place` lacks an answer, and which fields it has instead."""
+    empty = f", and an empty {answer_field!r}" if answer_field in record else ""
+    others = ", ".join(name for name in record if name != answer_field)
+    return f"{place} lacks {answer_field!r} (it has {others}{empty})"
+
+
 def conversation(record: Record, name: str) -> Sequence[ChatMessage]:
     """Returns a conversation's turns without a last turn of the assistant, because the model will write that turn."""
     turns = record[name]
