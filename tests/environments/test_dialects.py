@@ -108,6 +108,7 @@ REFUSED = {
         "max_tool_calls": 1,
         "tool_choice": "required",
         "include": ["web_search_call.results"],
+        "stream_options": {"include_obfuscation": True},
         "max_output_tokens": 0,
     },
     messages: BOTH

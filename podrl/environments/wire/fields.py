@@ -8,7 +8,7 @@ from podrl.environments.wire.requests import ASIDE, RefusedRequest
 
 _MAX_SAMPLES, _MAX_STOPS, _SEEDS = 128, 16, 2**63
 # Labels of the client, which change nothing about the answer.
-LABELS = ("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "request_id")
+LABELS = ("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
 # Fields that are not served, with the values that change nothing; every other value is refused.
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "frequency_penalty": (0,),
@@ -142,14 +142,14 @@ class Fields:
             "stop_ids": self.ids("stop_token_ids") or (),
         }
 
-    def stop(self) -> tuple[str, ...]:
+    def stop(self, name: str = "stop") -> tuple[str, ...]:
         """Reads the stop strings, one text or a list of texts."""
-        value = self.take("stop")
+        value = self.take(name)
         texts = [value] if isinstance(value, str) else [] if value is None else value
         if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
-            raise self.refusal("stop", value, "must be a text or a list of texts, none of which is empty")
+            raise self.refusal(name, value, "must be a text or a list of texts, none of which is empty")
         if len(texts) > _MAX_STOPS:
-            raise self.refusal("stop", value, f"has {len(texts)} texts, and at most {_MAX_STOPS} are served")
+            raise self.refusal(name, value, f"has {len(texts)} texts, and at most {_MAX_STOPS} are served")
         return tuple(texts)
 
     def streaming(self) -> dict[str, bool]:

@@ -27,14 +27,15 @@ def read(body: object, models: Sequence[str], parser: str) -> ParsedRequest:
     translated = {name: fields.take(name) for name in _SAME}
     if (max_tokens := fields.integer("max_tokens", 1, 2**31 - 1)) is None:
         raise fields.refusal("max_tokens", None, "must be a whole number from 1 on")
-    translated |= {"max_tokens": max_tokens, "stop": fields.array("stop_sequences")}
+    translated |= {"max_tokens": max_tokens, "stop": [*fields.stop("stop_sequences")]}
     for name, values in _NEUTRAL.items():
         fields.neutral(name, *values)
-    choice = Fields(fields.take("tool_choice") or {"type": "auto"}, "tool_choice")
-    translated["tool_choice"] = choice.text("type")
-    if choice.flag("disable_parallel_tool_use"):
-        translated["parallel_tool_calls"] = False
-    choice.end()
+    if (value := fields.take("tool_choice")) is not None:
+        choice = Fields(value, "tool_choice")
+        translated["tool_choice"] = choice.text("type")
+        if choice.flag("disable_parallel_tool_use"):
+            translated["parallel_tool_calls"] = False
+        choice.end()
     system = _text(fields.take("system"), "system")
     sent = fields.array("messages") or []
     tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(fields.array("tools") or [])]
@@ -142,7 +143,7 @@ def _add(messages: list[ChatMessage], value: object, path: str) -> None:
         block_fields.take("cache_control")  # a label, which changes nothing
         kind = block_fields.text("type")
         if kind == "text":
-            block_fields.take("citations")
+            block_fields.neutral("citations", [])
             texts.append(block_fields.text("text") or "")
         elif kind == "tool_use" and role == "assistant":
             function = {"name": block_fields.text("name"), "arguments": json.dumps(block_fields.take("input") or {})}
@@ -172,8 +173,8 @@ def _text(value: object, path: str) -> str:
     texts = []
     for i, block in enumerate(value):
         fields = Fields(block, f"{path}[{i}]")
-        for label in ("cache_control", "citations"):  # labels, which change nothing
-            fields.take(label)
+        fields.take("cache_control")  # a label, which changes nothing
+        fields.neutral("citations", [])
         if (kind := fields.text("type")) != "text":
             raise fields.refusal("type", kind, "cannot be honoured: only 'text' is served")
         texts.append(fields.text("text") or "")

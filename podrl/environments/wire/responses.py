@@ -45,7 +45,9 @@ def read(body: object, models: Sequence[str], parser: str) -> ParsedRequest:
     for name, values in _NEUTRAL.items():
         fields.neutral(name, *values)
     if (options := fields.take("stream_options")) is not None:
-        Fields(options, "stream_options").neutral("include_obfuscation", False, True)
+        stream_options = Fields(options, "stream_options")
+        stream_options.neutral("include_obfuscation", False)
+        stream_options.end()
     instructions, sent = fields.text("instructions"), fields.take("input")
     tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(fields.array("tools") or [])]
     fields.end()
@@ -234,8 +236,8 @@ def _content(value: object, path: str) -> Any:
     for i, part in enumerate(value):
         fields = Fields(part, f"{path}[{i}]")
         kind = fields.text("type")
-        for label in ("annotations", "logprobs"):  # parts of an earlier answer, which change nothing
-            fields.take(label)
+        fields.take("logprobs")  # a part of an earlier answer, which changes nothing
+        fields.neutral("annotations", [])
         kind = "text" if kind in ("input_text", "output_text") else kind
         parts.append({"type": kind, "text": fields.take("text")})
         if kind == "text":  # wire.chat refuses all other kinds
