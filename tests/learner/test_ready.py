@@ -90,11 +90,17 @@ def test_a_dry_run_warns_of_a_reward_function_that_does_not_answer(body, deadlin
     assert re.search(rf"reward function scored, tried on .*: {said}", caplog.text)
 
 
+@pytest.fixture
+def patient(monkeypatch):
+    """Gives environments that are tried a long time, because a busy machine may be slow."""
+    monkeypatch.setattr(ready, "_TRIAL_S", 300.0)
+
+
 def environment(tmp_path, body):
     """Returns the settings of a job whose environment's `run` has this body, and writes its file."""
     head = "import pathlib, podrl\nclass Env:\n    async def run(self, task, model):\n"
     (tmp_path / "env.py").write_text(head + "".join(f"        {line}\n" for line in body.split("\n")))
-    env = {"environment": f"{tmp_path}/env.py:Env"}
+    env = {"environment": f"{tmp_path}/env.py:Env", "deadline_s": 300.0}
     rollout = {"max_prompt_length": 128, "max_response_tokens": 64}
     return values(data=records(tmp_path), env=env, rollout=rollout, reward={"fns": ()}, eval={"problems": 0})
 
@@ -109,6 +115,7 @@ def environment(tmp_path, body):
         ("await model.say(task.fields['targt'])", r"raised KeyError: 'targt' \(.*env\.py, line 4\)"),
     ],
 )
+@pytest.mark.usefixtures("patient")
 def test_an_environment_that_no_answer_excuses_is_found(body, message, tmp_path, capsys):
     tried = r"env\.environment='.*env\.py:Env', tried on .*d\.jsonl line 1 with the answer 'an answer': (it )?"
     refused(environment(tmp_path, body), tried + message, capsys)
@@ -125,11 +132,19 @@ def test_an_environment_that_no_answer_excuses_is_found(body, message, tmp_path,
         ("async def make(): pathlib.Path(task.fields['level']).touch()\nawait model.outside('a', make)\nreturn 1", ""),
     ],
 )
+@pytest.mark.usefixtures("patient")
 def test_a_dry_run_plays_an_episode_and_calls_nothing_outside(body, said, tmp_path, caplog, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert job.dry_run(environment(tmp_path, body), "runs/x") == EXIT_DONE
     assert re.search(said, caplog.text) if said else "tried on" not in caplog.text
     assert not pathlib.Path(RECORD["level"]).exists()
+
+
+def test_a_dry_run_gives_up_an_environment_that_takes_too_long(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(ready, "_TRIAL_S", 0.5)
+    monkeypatch.chdir(tmp_path)
+    assert job.dry_run(environment(tmp_path, "import asyncio\nawait asyncio.Event().wait()"), "runs/x") == EXIT_DONE
+    assert re.search(r"it was given up, because its own code took over 0\.5 s", caplog.text)
 
 
 @pytest.mark.parametrize(
