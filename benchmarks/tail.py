@@ -152,7 +152,7 @@ def _engine(bench: Any, args: argparse.Namespace, lengths: Sequence[np.ndarray],
     from podrl.types import Policy
 
     class Cut(PlainPlayer):
-        """Plays samples that end after the drawn numbers of tokens."""
+        """Plays samples that end after numbers of tokens drawn in advance (`_lengths`)."""
 
         def __init__(self, request: Any, lengths_B: np.ndarray):
             super().__init__(request)

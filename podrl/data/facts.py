@@ -27,7 +27,7 @@ ENDS = (
     *("mora", "vik", "stead", "gard", "holm", "ria", "ton", "dale", "berg", "wick", "ford", "mouth"),
     *("ley", "haven", "crest", "mere", "stone", "burn", "field", "port", "tova", "nesse", "lund", "sko"),
 )
-# The second fact of each kind of building: its text, its questions, and the smallest and largest value.
+# The fact besides the year, by kind of building: its text, its questions, and the smallest and largest value.
 BUILDINGS: Mapping[str, tuple[str, tuple[str, ...], tuple[int, int]]] = {
     "bridge": ("is {n} feet long", ("How long is the {of}?", "How many feet long is the {of}?"), (40, 990)),
     "tower": ("is {n} feet high", ("How high is the {of}?", "How many feet high is the {of}?"), (40, 490)),

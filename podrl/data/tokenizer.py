@@ -572,7 +572,8 @@ class _Json:
         for i, (text, special) in sorted(added.items()):
             if not text:
                 continue
-            if text not in whole:  # a piece of the vocabulary keeps its id, and is never split any more
+            # If the text is a piece of the vocabulary, it keeps its id when added, and is never split from then on.
+            if text not in whole:
                 add = self._tokenizer.add_special_tokens if special else self._tokenizer.add_tokens
                 add([tokenizers.AddedToken(text, special=special, normalized=False)])
             if (found := self._tokenizer.token_to_id(text)) != i:

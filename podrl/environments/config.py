@@ -155,8 +155,9 @@ class EnvironmentConfig:
       processes: number of processes of the program in each worker. A process runs one episode at a time; other episodes
         wait for a free process. With a max_staleness of 2 or more, an episode may pause until the next window
         (docs/async.md). The paused episode keeps its process, but this process does not count here.
-      failed_share: largest share of a batch's samples that may be lost because their programs fail; more failures end
-        the job.
+      failed_share: largest share of samples that may be lost because their programs fail; more failures end the job.
+        Each host counts by itself, over its part of a batch or of an evaluation; with rollout.clock='wall' over the
+        samples of one training prompt.
       history: 'template' opens a branch (a new token sequence of the sample) where the chat template renders earlier
         turns differently from how they were sampled; templates that drop thoughts do this. The model then reads the
         same tokens that it will read when deployed. 'append' continues the sampled tokens instead.

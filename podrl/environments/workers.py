@@ -73,7 +73,8 @@ class EpisodeEnd:
       reason: 'ended' if `run` returned or `say` found no room; 'turns' if env.max_turns turns were over; 'calls' if the
         model made a call beyond env.max_tool_calls; 'deadline' if env.deadline_s or env.blocked_s passed; 'failed' if
         the episode's program failed. After 'deadline' and 'failed' the sample must be left out of the loss.
-      why: error of a program that failed, with the end of its standard error; '' for any other reason.
+      why: error message for 'failed', mostly with the last lines of the program's standard error; '' for any other
+        reason.
       dropped: numbers of requests whose answers no client received, since the last EpisodeObservation with `chat`.
       rewards: (number of an earlier request, reward of its answer) of each reward since that EpisodeObservation.
     """
@@ -255,7 +256,7 @@ class Episodes:
         return events
 
     def waiting(self) -> list[str]:
-        """Describes the calls that episodes wait for: 'calculator of sample 3 of prompt 17, 41 s'."""
+        """Describes the calls or environments that episodes wait for: 'calculator of sample 3 of prompt 17, 41 s'."""
         return self._host.waiting()
 
     def close(self) -> None:

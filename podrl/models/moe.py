@@ -693,7 +693,7 @@ def _factors(
     return found
 
 
-_Inner = tuple[list[Array], Array | None]  # products with expert_in, see `_times`
+_Inner = tuple[list[Array], Array | None]  # the result of `_times` for the weight expert_in
 
 
 def _outputs(products: _Products, leaves: Mapping[str, Array], x_PD: Array, form: _Form) -> tuple[Array, _Inner]:

@@ -81,7 +81,7 @@ def called(i: Instruction, *keys: str) -> list[str]:
 
 
 def leaves(text: str) -> Iterator[re.Match[str]]:
-    """Lists the array types in a type, tuples flattened: element type, dimensions, layout."""
+    """Yields a match for each array type in an HLO type; its groups are element type, dimensions and layout."""
     return _LEAF.finditer(text)
 
 

@@ -263,7 +263,7 @@ class OpenGroups(Generic[_G]):
 
     @property
     def _keeps_reserve(self) -> bool:
-        """True with `rollout.clock='wall'`; with 'tokens' a group itself holds the prompts in reserve."""
+        """True with `rollout.clock='wall'`: prompts in reserve are kept here; with 'tokens' by each group itself."""
         return self._clock.mode == "wall"
 
     def _cut(self, prompts: Prompts) -> list[tuple[int, Prompts]]:

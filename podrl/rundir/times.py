@@ -11,7 +11,8 @@ from podrl.mappings import ConfigValues, LogRecord
 from podrl.storage.storage import write_whole
 
 _STAGES = ("start-up", "evaluation", "update", "rollout")  # stages whose first time compiles programs or reads them
-# Settings that change no program.
+# Settings that do not choose the file. Most of them change no program. If one does (reward.model, or trainer.max_steps
+# with a schedule), the file may hold the seconds of other programs.
 _OTHER = ("seed", "data", "reward", "log", "checkpoint", "compile_cache")
 _OF_TRAINER = ("max_steps", "eval_every_n_steps", "checkpoint_root_directory")
 

@@ -88,7 +88,7 @@ class _Version:
 
 
 class _Receiver:
-    """A process that pulls weights: the plan for its layout, and the boxes of every leaf to send to that process."""
+    """A process that pulls weights: the plan for its layout, and the boxes of each leaf that are sent from here."""
 
     def __init__(self, source: Side, target: Side, process: int, mesh: Mesh, bucket_bytes: int):
         self.target, self.process = target, process
