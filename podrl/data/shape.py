@@ -241,7 +241,7 @@ def answers(record: Record, place: str, answer_field: str = ANSWER) -> bool:
 
 
 def without_answer(record: Record, place: str, answer_field: str = ANSWER) -> str:
-    """Says that the record at `place` lacks an answer, and which fields it has instead."""
+    """Describes a record without an answer: its place, and the names of the fields that it has."""
     empty = f", and an empty {answer_field!r}" if answer_field in record else ""
     others = ", ".join(name for name in record if name != answer_field)
     return f"{place} lacks {answer_field!r} (it has {others}{empty})"

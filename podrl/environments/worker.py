@@ -267,7 +267,7 @@ def record(by: str, text: str, failed: str, reply: JsonObject) -> TurnRecord:
 
 
 class _ResultError(TypeError):
-    """What `run` returned is no podrl.Result, or has a field of a wrong type."""
+    """Says that `run` returned an object other than a podrl.Result, or a Result with a field of a wrong type."""
 
 
 class OneTurn:
@@ -411,7 +411,7 @@ def _explained(error: BaseException, *, answered: bool) -> tuple[str, bool]:
     """Explains an error of an episode: (text, True if the code is wrong whatever the model answers).
 
     Args:
-      error: what `run` raised, or a _ResultError.
+      error: exception that `run` raised, or the _ResultError about its result.
       answered: True if the model had answered before.
     """
     if isinstance(error, _ResultError):

@@ -238,39 +238,42 @@ def check_environments(job: Job, *, secrets: bool, tokenizer: Tokenizer | None =
     if tools or env.agent or any(map(is_own, env.choices)):
         named = {"environment": env.environment if tools or env.agent else next(filter(is_own, env.choices))}
         named |= {"max_calls_per_tool": {}, "arguments": {}} if env.mcp else {}
-        local = dataclasses.replace(env, tools=tools, mcp=(), **named)
-        local = dataclasses.replace(local, deadline_s=min(env.deadline_s, _TRIAL_S))
-        # A user's environment may name servers of its own, and the machine of a dry run may not reach them.
-        with (
-            contextlib.suppress(ServiceError, _OutsideRequest),
-            Episodes(local, job.reward.limits, journal=Journal(_NoAnswers())) as episodes,
-        ):
-            if tokenizer is not None:
-                _try_environments(job, episodes, tokenizer)
+        local = dataclasses.replace(env, tools=tools, mcp=(), deadline_s=min(env.deadline_s, _TRIAL_S), **named)
+        # A trial that fails ends its worker processes, so each environment is tried in processes of its own.
+        for trial in _trials(job, tokenizer) if tokenizer is not None else [None]:
+            # A user's environment may name servers of its own, and the machine of a dry run may not reach them.
+            with (
+                contextlib.suppress(ServiceError, _OutsideRequest),
+                Episodes(local, job.reward.limits, journal=Journal(_NoAnswers())) as episodes,
+            ):
+                if trial is not None:
+                    _try_environment(episodes, *trial)
 
 
-def _try_environments(job: Job, episodes: Episodes, tokenizer: Tokenizer) -> None:
-    """Plays an episode of each of the user's environments; warns of an error that another answer might not cause.
+def _try_environment(episodes: Episodes, tried: str, task: Task) -> None:
+    """Plays an episode of a user's environment; warns of an error that another answer might not cause.
+
+    Args:
+      episodes: worker processes of this trial alone.
+      tried: beginning of messages, with the setting that names the environment and the place of the record.
+      task: the record's prompt and fields.
 
     Raises:
-      ValueError: the code of an environment is wrong, whatever the model answers.
+      ValueError: the code of the environment is wrong, whatever the model answers.
     """
-    for number, (name, (place, task)) in enumerate(_first_tasks(job, tokenizer).items()):
-        setting = f"env.environment={name!r}" if name == job.env.environment else f"env.others: {name!r}"
-        tried = f"{setting}, tried on {place} with the answer {_ANSWER!r}:"
-        try:
-            turns, reason = _play(episodes, number, task)
-        except EnvironmentFailure as failure:
-            returned = not failure.why or failure.why.startswith("run returned")
-            what = f"{tried} {'' if returned else 'it raised '}{in_one_line(failure.why or str(failure))}"
-            if failure.certain:
-                raise ValueError(what) from None
-            _log.warning("%s. Such an error ends a run, and a model's answers may be nonsense, too.", what)
-            return
-        if reason == "deadline":
-            _log.warning("%s it was given up, because its own code took over %g s.", tried, _TRIAL_S)
-        elif not turns:
-            _log.warning("%s the episode ended before it asked the model. Is an `await` missing?", tried)
+    try:
+        turns, reason = _play(episodes, task)
+    except EnvironmentFailure as failure:
+        returned = not failure.why or failure.why.startswith("run returned")
+        what = f"{tried} {'' if returned else 'it raised '}{in_one_line(failure.why or str(failure))}"
+        if failure.certain:
+            raise ValueError(what) from None
+        _log.warning("%s. Such an error ends a run, and a model's answers may be nonsense, too.", what)
+        return
+    if reason == "deadline":
+        _log.warning("%s it was given up, because its own code took over %g s.", tried, _TRIAL_S)
+    elif not turns:
+        _log.warning("%s the episode ended before it asked the model. Is an `await` missing?", tried)
 
 
 class _OutsideRequest(Exception):  # noqa: N818 - ends a trial
@@ -287,21 +290,28 @@ class _NoAnswers:
         raise _OutsideRequest
 
 
-def _first_tasks(job: Job, tokenizer: Tokenizer) -> dict[str, tuple[str, Task]]:
-    """Returns, for each environment of the user, place and task of the first record that it plays."""
-    tasks: dict[str, tuple[str, Task]] = {}
+def _trials(job: Job, tokenizer: Tokenizer) -> list[tuple[str, Task] | None]:
+    """Lists the trials of the user's environments, each on the first record that it plays; [None] if there are none.
+
+    Each is (beginning of messages, task), see `_try_environment`.
+    """
+    trials: dict[str, tuple[str, Task] | None] = {}
     first, *others = job.env.choices
     for part in split(job.data).parts:
         for place, prompt, fields in _rendered(part, tokenizer):
             name = fields["env"] if fields.get("env") in others else first
-            if is_own(name):
-                tasks.setdefault(name, (place, Task(prompt.text, fields)))
-    return tasks
+            if is_own(name) and name not in trials:
+                setting = f"env.environment={name!r}" if name == first else f"env.others: {name!r}"
+                trials[name] = (
+                    f"{setting}, tried on {place} with the answer {_ANSWER!r}:",
+                    Task(prompt.text, fields),
+                )
+    return [*trials.values()] or [None]
 
 
-def _play(episodes: Episodes, number: int, task: Task) -> tuple[int, str]:
+def _play(episodes: Episodes, task: Task) -> tuple[int, str]:
     """Plays an episode in which the model always answers the same: (turns that were asked for, reason of its end)."""
-    turns = 0
+    number, turns = 0, 0
     episodes.start(number, task, recorded=False)
     while True:
         for event in episodes.poll(1.0):

@@ -507,9 +507,9 @@ class _SortedRows(NamedTuple):
       live_P: False on padding.
       row_Xk: row of each token and choice; at least P for choices without a row.
       block_N: expert of each block of rows.
+      padded_E: number of rows of each expert, with the padding that fills its last block.
       blocks: number of blocks that hold rows.
       block: number of rows of a block.
-      padded_E: number of rows of each expert, with the padding that fills its last block.
     """
 
     count_E: Int[Array, " E"]
@@ -517,15 +517,12 @@ class _SortedRows(NamedTuple):
     live_P: Bool[Array, " P"]
     row_Xk: Int[Array, "X k"]
     block_N: Int[Array, " N"]
+    padded_E: Int[Array, " E"]
     blocks: Int[Array, ""]
 
     @property
     def block(self) -> int:
         return self.token_P.shape[0] // self.block_N.shape[0]
-
-    @property
-    def padded_E(self) -> Int[Array, " E"]:  # noqa: N802
-        return -(-self.count_E // self.block) * self.block
 
     def rows(self, x_XD: Array) -> Array:
         """Copies each token to its rows; padding is 0."""
@@ -565,7 +562,8 @@ def _sort(expert_Xk: Int[Array, "X k"], count: int, block: int, rows: int) -> _S
     rank_Z = jnp.zeros_like(order_Z).at[order_Z].set(jnp.arange(flat_Z.size, dtype=jnp.int32), unique_indices=True)
     row_Z = jnp.where(flat_Z < count, begin_E[flat_Z] + rank_Z - first_E[flat_Z], rows + rank_Z)
     k = expert_Xk.shape[1]
-    return _SortedRows(count_E, token_P // k, live_P, row_Z.reshape(expert_Xk.shape), block_N, end_E[-1])
+    row_Xk = row_Z.reshape(expert_Xk.shape)
+    return _SortedRows(count_E, token_P // k, live_P, row_Xk, block_N, blocks_E * block, end_E[-1])
 
 
 class _Form(NamedTuple):

@@ -140,10 +140,22 @@ def test_a_dry_run_plays_an_episode_and_calls_nothing_outside(body, said, tmp_pa
     assert not pathlib.Path(RECORD["level"]).exists()
 
 
-def test_a_dry_run_gives_up_an_environment_that_takes_too_long(tmp_path, caplog, monkeypatch):
+@pytest.mark.usefixtures("patient")
+def test_each_of_several_environments_is_tried_after_others_have_failed(tmp_path, capsys, caplog):
+    made = environment(tmp_path, "turn = await model.say()\nreturn podrl.Result(float(turn.text))")
+    other = f"{tmp_path}/other.py:Env"
+    (tmp_path / "other.py").write_text("class Env:\n    async def run(self, task, model):\n        return 1.0\n")
+    made["env"] |= {"others": (other,)}
+    made["data"] = records(tmp_path, RECORD, RECORD | {"env": other})
+    refused(made, r"env\.others: '.*other\.py:Env', tried on .*line 2 .* run returned 1\.0 \(float\)", capsys)
+    assert "it raised ValueError: could not convert" in caplog.text
+
+
+@pytest.mark.parametrize("body", ["import asyncio\nawait asyncio.Event().wait()", "while True: pass"])
+def test_a_dry_run_gives_up_an_environment_that_takes_too_long(body, tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(ready, "_TRIAL_S", 0.5)
     monkeypatch.chdir(tmp_path)
-    assert job.dry_run(environment(tmp_path, "import asyncio\nawait asyncio.Event().wait()"), "runs/x") == EXIT_DONE
+    assert job.dry_run(environment(tmp_path, body), "runs/x") == EXIT_DONE
     assert re.search(r"it was given up, because its own code took over 0\.5 s", caplog.text)
 
 
