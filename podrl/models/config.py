@@ -249,7 +249,7 @@ class ModelConfig:
       vocab_size, num_layers, model_dim, ffn_dim: sizes V, L, D, F.
       num_heads, num_kv_heads, head_dim: sizes N, K, H; if layers are of several kinds, K and H belong to `kinds[0]`.
       activation: gate non-linearity: 'gelu_tanh', 'gelu', 'silu', or 'clamped_silu' (gpt-oss), see
-        `podrl.models.moe.gated`.
+        `podrl.models.dispatch.gated`.
       norm_eps: number added to the mean square in every RMS norm.
       norm_plus_one: True if norms scale by 1 + w (Gemma 1 to 3, Qwen 3.5) instead of w.
       post_norms: True if the outputs of attention and MLP are normalised (Gemma 2 to 4, OLMo 3).

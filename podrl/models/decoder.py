@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from podrl import offload
 from podrl.mesh import rules
-from podrl.models import delta, moe
+from podrl.models import delta, dispatch, moe
 from podrl.models.attention import attention, on_tpu
 from podrl.models.config import MODULE_PROJECTIONS, Kind, ModelConfig
 from podrl.models.parameters import EINSUMS, grouped_dim, projection_inputs, stacks_of
@@ -162,7 +162,7 @@ def dense_weight(name: str, layer: PyTree, dtype: jax.typing.DTypeLike) -> Array
     weight = layer[name].astype(dtype)
     if f"{name}_scale" not in layer:
         return weight
-    return moe.dequantize(weight, layer[f"{name}_scale"], grouped_dim(name))
+    return dispatch.dequantize(weight, layer[f"{name}_scale"], grouped_dim(name))
 
 
 def project(
@@ -265,7 +265,7 @@ def block(
     x_BTD = x_BTD + norm("post_attn_norm", out_BTD)
 
     def dense(h_BTD: Array) -> Array:
-        gate_BTF = moe.ACTIVATIONS[config.activation](proj("gate", h_BTD))
+        gate_BTF = dispatch.ACTIVATIONS[config.activation](proj("gate", h_BTD))
         h_BTF = keep(gate_BTF * proj("up", h_BTD), "batch", "time", "mlp")
         return proj("down", h_BTF)
 
@@ -283,7 +283,7 @@ def block(
             out_BTD, route_BTk = routed(h_BTD, layer, info, None)
     x_BTD = x_BTD + norm("post_mlp_norm", keep(out_BTD, "batch", "time", "act"))
     for ple_BTP in info.ple:
-        gate_BTP = moe.ACTIVATIONS[config.activation](x_BTD @ layer["ple_gate"].astype(x_BTD.dtype))
+        gate_BTP = dispatch.ACTIVATIONS[config.activation](x_BTD @ layer["ple_gate"].astype(x_BTD.dtype))
         out_BTD = (gate_BTP * ple_BTP) @ layer["ple_out"].astype(x_BTD.dtype)
         x_BTD = x_BTD + norm("post_ple_norm", keep(out_BTD, "batch", "time", "act"))
     if config.layer_scalar:

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, PRNGKeyArray
 
 from podrl.mesh import rules
-from podrl.models import delta, moe
+from podrl.models import delta, dispatch, moe
 from podrl.models.config import EXPERT_PROJECTIONS, INTEGER_PROJECTIONS, ModelConfig, quant_groups
 from podrl.types import PyTree
 
@@ -60,7 +60,7 @@ def projection_inputs(name: str) -> int:
 
 def grouped_dim(name: str) -> int:
     """Returns the dimension of a layer's weight along which groups of inputs share a scale in integer storage."""
-    return moe.GROUPED_DIM[name] if name in EXPERT_PROJECTIONS else projection_inputs(name) - 1
+    return dispatch.GROUPED_DIM[name] if name in EXPERT_PROJECTIONS else projection_inputs(name) - 1
 
 
 def param_specs(config: ModelConfig) -> dict:

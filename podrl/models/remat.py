@@ -6,7 +6,7 @@ import jax
 
 from podrl import offload
 from podrl.models.attention import ATTENTION_NAME
-from podrl.models.moe import EXPERTS_NAME, ROUTES_NAME
+from podrl.models.dispatch import EXPERTS_NAME, ROUTES_NAME
 
 
 def _offload(prim: Any, *args: Any, **params: Any) -> Any:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from podrl.mesh import build, rules
-from podrl.models import decoder, moe, parameters
+from podrl.models import decoder, dispatch, moe, parameters
 from podrl.models.config import Experts, LoraConfig
 from podrl.models.hf_config import config_from_hf
 from podrl.plan.chips import parse_topology, prepare
@@ -262,9 +262,9 @@ def test_tokens_that_nobody_reads_cost_no_rows_and_change_no_other():
     of_real = jax.grad(lambda layer, x: loss(layer, x[real_BT][None], None)[0], argnums=(0, 1))(layer, x_BTD)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * max(1, np.abs(b).max())), grads, of_real)
 
-    form = moe._Form(8, 1, "silu", 1.0, False)
+    form = dispatch.Form(8, 1, "silu", 1.0, False)
     choice_Xk = jnp.where(real_BT.reshape(-1, 1), own_BTk.reshape(-1, 2) - 1, config.experts.count)
-    plan = moe._plan(choice_Xk, form)
+    plan = dispatch._plan(choice_Xk, form)
     assert int(plan.live_P.sum()) == 2 * int(real_BT.sum()) and int(plan.count_E.sum()) == int(plan.live_P.sum())
 
 
@@ -376,7 +376,7 @@ def test_the_cost_is_that_of_the_chosen_experts():
     rng = np.random.default_rng(0)
     for count in (8, 64):
         expert_Xk = np.argsort(rng.normal(size=(4096, count)), axis=-1)[:, :2]
-        plan = moe._plan(jnp.asarray(expert_Xk), moe._Form(count, 1, "silu", 1.0, False))
+        plan = dispatch._plan(jnp.asarray(expert_Xk), dispatch.Form(count, 1, "silu", 1.0, False))
         rows = int(plan.blocks) * plan.block
         assert expert_Xk.size <= rows <= 1.5 * expert_Xk.size
         np.testing.assert_array_equal(
@@ -388,15 +388,15 @@ def test_the_cost_is_that_of_the_chosen_experts():
 @pytest.mark.parametrize("oss", [False, True])
 @pytest.mark.parametrize("alignment", [1, 128])
 def test_the_tpu_form_equals_the_blocks(monkeypatch, alignment, oss, lora):
-    monkeypatch.setattr(moe.tiles, "alignment", lambda *_: alignment)
+    monkeypatch.setattr(dispatch.tiles, "alignment", lambda *_: alignment)
     config = config_with(lora=lora, count=4, ffn_dim=128)
     if oss:
         config = dataclasses.replace(OSS, experts=dataclasses.replace(OSS.experts, ffn_dim=128), lora=lora)
     config = dataclasses.replace(config, model_dim=128)
     layer = random_layer(config)
     x_BTD = jnp.asarray(np.random.default_rng(1).normal(size=(1, 40, 128)), jnp.float32)
-    kernels = moe._kernels
-    monkeypatch.setattr(moe, "_kernels", lambda *args: kernels(*args, interpret=True))
+    kernels = dispatch._kernels
+    monkeypatch.setattr(dispatch, "_kernels", lambda *args: kernels(*args, interpret=True))
 
     def loss(layer, x_BTD, tpu):
         out_BTD, route_BTk = moe.feed_forward(x_BTD, layer, 0, config, tpu=tpu)
@@ -415,8 +415,8 @@ def test_the_tpu_form_equals_the_blocks(monkeypatch, alignment, oss, lora):
 @pytest.mark.parametrize("tpu", [False, True])
 def test_parts_of_the_experts_add_up_to_all_of_them(monkeypatch, tpu):
     """A device with some of the experts computes their share of outputs and gradients, in both forms of products."""
-    kernels = moe._kernels
-    monkeypatch.setattr(moe, "_kernels", lambda *args: kernels(*args, interpret=True))
+    kernels = dispatch._kernels
+    monkeypatch.setattr(dispatch, "_kernels", lambda *args: kernels(*args, interpret=True))
     draw = lambda key, *shape: jax.random.normal(jax.random.key(key), shape)  # noqa: E731
     x_XD, w_in, w_out = draw(0, 40, 128), 0.1 * draw(1, 4, 2, 128, 128), 0.1 * draw(2, 4, 128, 128)
     expert_Xk, weight_Xk = jax.lax.top_k(draw(3, 40, 4), 2)[1], draw(4, 40, 2)
@@ -424,8 +424,8 @@ def test_parts_of_the_experts_add_up_to_all_of_them(monkeypatch, tpu):
     def loss(args, first, count, parts):
         x_XD, weight_Xk, *w = args
         own = {name: a[first : first + count] for name, a in zip(("expert_in", "expert_out"), w, strict=True)}
-        form = moe._Form(count, parts, "silu", 1.0, tpu)
-        out_XD = moe._apply(x_XD, expert_Xk - first, weight_Xk, own, 0, form)
+        form = dispatch.Form(count, parts, "silu", 1.0, tpu)
+        out_XD = dispatch.apply(x_XD, expert_Xk - first, weight_Xk, own, 0, form)
         return jnp.sum(out_XD * jnp.arange(128)), out_XD
 
     args, of = (x_XD, weight_Xk, w_in, w_out), jax.value_and_grad(loss, has_aux=True)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas.ops.tpu.megablox.gmm import make_group_metadata
 
-from podrl.models import moe, tiles
+from podrl.models import dispatch, tiles
 from podrl.models.sizes import SIZES, config_of
 
 WIDTHS = sorted(
@@ -54,7 +54,9 @@ def test_kernels_compute_few_rows_in_vain(count, parts, most):
     """
     tokens = 4096 * parts
     scores = np.random.default_rng(0).random((tokens, count * parts))
-    plan = moe._plan(jnp.asarray(np.argpartition(scores, 8)[:, :8]), moe._Form(count, parts, "silu", 1.0, tpu=True))
+    plan = dispatch._plan(
+        jnp.asarray(np.argpartition(scores, 8)[:, :8]), dispatch.Form(count, parts, "silu", 1.0, tpu=True)
+    )
     assert len(plan.token_P) <= 1.13 * 8 * tokens
     tile = tiles.row_tile(8 * tokens / (count * parts))
     _, visited = make_group_metadata(
