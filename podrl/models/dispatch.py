@@ -23,7 +23,7 @@ from podrl.types import PyTree
 ROUTES_NAME, EXPERTS_NAME = "routes", "experts"
 _LEAST, _MOST = 8, 128  # bounds of the rows in a block: with fewer, reads of weights dominate; with more, padding does
 _LIMIT, _GAIN = 7.0, 1.702  # constants of the activation 'clamped_silu', see `gated`
-GROUPED_DIM = {"expert_in": 2, "expert_out": 1}  # dimension along which inputs share a scale, see grouped_dim
+GROUPED_DIM = {"expert_in": 2, "expert_out": 1}  # dimension along which inputs share a scale
 # Indices of an expert's matrices in a leaf: 0 is gate and 1 is up; None if the leaf has one matrix for each expert.
 _PARTS = {"expert_in": (0, 1), "expert_out": (None,)}
 
