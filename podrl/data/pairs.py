@@ -109,7 +109,7 @@ class _Writer:
             examples = answers.of_record(record, ("chosen", "rejected"), self._render, self._tokenizer, self._limit)
         chosen, rejected = examples
         if isinstance(chosen, TooLong) or isinstance(rejected, TooLong):
-            return TooLong()
+            return TooLong(max(one.length for one in examples if isinstance(one, TooLong)))
         if chosen.tokens == rejected.tokens:
             raise ValueError(
                 f"'chosen' and 'rejected' are the same tokens ({chosen.text[-80:]!r}): they must differ in more than "

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import logging
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
@@ -22,10 +23,15 @@ _REPORT_EVERY = 1000  # number of records after which a check reports its progre
 
 
 class TooLong:
-    """A placeholder for an item that is left out; `part` is the name of its source in a mixture, else None."""
+    """A placeholder for an item that is left out.
 
-    def __init__(self, part: str | None = None) -> None:
-        self.part = part
+    Attributes:
+      length: number of the item's tokens.
+      part: name of the item's source in a mixture, else None.
+    """
+
+    def __init__(self, length: int, part: str | None = None) -> None:
+        self.length, self.part = length, part
 
 
 class MixtureRecord(NamedTuple):
@@ -83,7 +89,7 @@ class Limit:
                 f"{text[:80]!r}... has {tokens} tokens: {self.key}={self.tokens} must be at least that, or set "
                 "data.long_prompts=skip."
             )
-        return TooLong()
+        return TooLong(tokens)
 
 
 class Stream(Generic[Item]):
@@ -130,6 +136,7 @@ class Stream(Generic[Item]):
         self._mixture: list[list[str | int | float]] = []
         self.too_long: dict[str, int] = {}
         self._prepare = prepare
+        self._shortest, self._longest = sys.maxsize, 0  # tokens of the items that were left out
         datasets = [_numbers(len(one), shuffle_seed, k) for k, one in enumerate(mixed.sources)]
         if self._mixes:
             parts = zip(mixed.names, map(len, mixed.sources), mixed.weights, strict=True)
@@ -169,7 +176,10 @@ class Stream(Generic[Item]):
             )
         except ValueError as error:
             raise BatchError(str(error)) from error
-        return TooLong(self._names[part]) if self._mixes and isinstance(item, TooLong) else item
+        if not isinstance(item, TooLong):
+            return item
+        self._shortest, self._longest = min(self._shortest, item.length), max(self._longest, item.length)
+        return TooLong(item.length, self._names[part]) if self._mixes else item
 
     def look(self, most: int) -> None:
         """Prepares the first `most` records of every source, and warns if some of them are too long.
@@ -183,9 +193,10 @@ class Stream(Generic[Item]):
         """
         none_fits = True
         for part, (source, name) in enumerate(zip(self._sources, self._names, strict=True)):
-            looked, long = min(most, len(source)), 0
+            looked, long, longest = min(most, len(source)), 0, 0
             for i in range(looked):
-                long += isinstance(self.make_item(i, part, i), TooLong)
+                if isinstance(item := self.make_item(i, part, i), TooLong):
+                    long, longest = long + 1, max(longest, item.length)
                 if (i + 1) % _REPORT_EVERY == 0:
                     _log.info("%d of %d records%s were checked.", i + 1, looked, f" of {name}" * bool(name))
             if long == self.records:
@@ -193,8 +204,8 @@ class Stream(Generic[Item]):
             none_fits = none_fits and long == looked
             if long:
                 _log.warning(
-                    "%d of the first %d records%s are longer than %d tokens (%s) and are left out.",
-                    *(long, looked, f" of {name}" * bool(name), self._limit.tokens, self._limit.key),
+                    "%d of the first %d records%s are longer than %d tokens (%s) and are left out; the longest has %d.",
+                    *(long, looked, f" of {name}" * bool(name), self._limit.tokens, self._limit.key, longest),
                 )
         if none_fits:
             position = self.state()
@@ -280,7 +291,10 @@ class Stream(Generic[Item]):
         """Makes the error for `tried` consecutive items that were too long."""
         which = f"All of {self.records} records" if tried >= 2 * self.records else f"{tried} records in a row"
         most = self._limit.tokens
-        return ValueError(f"{which} are longer than {most} tokens: raise {self._limit.key}={most}.")
+        return ValueError(
+            f"{which} are longer than {most} tokens (the shortest has {self._shortest}, the longest {self._longest}): "
+            f"raise {self._limit.key}={most}."
+        )
 
 
 def _numbers(records: int, shuffle_seed: int | None, part: int) -> grain.MapDataset:

@@ -10,11 +10,13 @@ import sys
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from podrl.config import Count, Finite, Natural, Positive, Share, Workers, section
+from podrl.config import Count, Finite, Natural, Positive, Share, Workers, nearest, section
+from podrl.environments import dr_tulu
 from podrl.storage.regular import regular
 from podrl.workers.user_code import Limits
 
 TOOLS, NONE, PROGRAM = "tools", "none", "program"  # names of the environments that come with podrl
+BUILT_IN_TOOLS = {"calculator": "podrl.environments.calculator"}  # modules of functions, by the names of both
 VERIFIERS_AGENT = pathlib.Path(__file__).with_name("verifiers_agent.py")
 Parser = Literal["call_tool", "tool", "legacy", "hermes", "json", "v20250824", "unified", "qwen3", "llama3", "gemma"]
 
@@ -231,6 +233,14 @@ class EnvironmentConfig:
             raise ValueError("environment 'tools' has no tools: name some in env.tools or servers in env.mcp.")
         if twice := [tool for i, tool in enumerate(self.tools) if tool in self.tools[:i]]:
             raise ValueError(f"env.tools={self.tools} names {twice[0]!r} twice: name each tool once.")
+        known = (*BUILT_IN_TOOLS, *dr_tulu.TOOLS)
+        for tool in self.tools:
+            place, _, name = tool.rpartition(":")
+            if tool not in known and not (place and name):
+                raise ValueError(
+                    f"env.tools: {tool!r} is not a built-in tool, 'file.py:function' or 'package.module:function'."
+                    f"{nearest(tool, known)}"
+                )
         self._check_program()
         if self.environment not in ("", TOOLS, PROGRAM) and not is_own(self.environment):
             raise ValueError(

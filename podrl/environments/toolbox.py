@@ -8,15 +8,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from podrl.environments import dr_tulu, tool_worker
-from podrl.environments.config import EnvironmentConfig, MCPServer
+from podrl.environments.config import BUILT_IN_TOOLS, EnvironmentConfig, MCPServer
 from podrl.environments.protocol import Task
 from podrl.environments.servers import Servers
 from podrl.mappings import JsonObject, ToolDeclaration
 from podrl.workers.process import DiedError, LateWorkerError, Pool, Process
 from podrl.workers.user_code import Limits
 from podrl.workers.user_objects import spec_at
-
-BUILT_IN = {"calculator": "podrl.environments.calculator"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,10 +128,7 @@ class Toolbox:
     async def _function(self, tool: str, config: EnvironmentConfig) -> Tool:
         place, _, name = tool.rpartition(":")
         try:
-            spec = {"module": BUILT_IN[tool], "name": tool} if tool in BUILT_IN else spec_at(place, name)
-            if not spec["name"] or not (spec.get("module") or spec.get("file")):
-                known = ", ".join([*BUILT_IN, *dr_tulu.TOOLS])
-                raise ValueError(f"it is not a built-in tool ({known}), nor 'file.py:function' or 'module:function'.")
+            spec = {"module": BUILT_IN_TOOLS[tool], "name": tool} if tool in BUILT_IN_TOOLS else spec_at(place, name)
             key = json.dumps(spec, sort_keys=True)
             declared = await self._functions.load(key, spec)
         except (ValueError, LateWorkerError, DiedError) as error:

@@ -172,6 +172,7 @@ def split_devices(
             f"roles.trainer.mesh={trainer_spec!r} needs {_need(trainer)} devices and roles.rollout.mesh="
             f"{rollout_spec!r} needs {_need(rollout)}, {_hosts(ordered)} {len(ordered)}: the two must add up to all "
             "devices; change either mesh, write -1 for an open size, or set roles.colocated=True to share the devices."
+            f"{_faking('roles.', _least(trainer) + _least(rollout), ordered)}"
         )
     return first, second
 
@@ -236,7 +237,7 @@ def share_of_mesh(spec: str, devices: Sequence[JaxDevice], hosts: int, *, key: s
     if not _fits(sizes, total):
         have = f"{hosts} hosts have {len(devices)} each" if hosts > 1 else f"the host has {len(devices)}"
         raise ValueError(f"{key} {spec} needs {_need(sizes)} devices, and {have}.")
-    fixed = math.prod(n for n in sizes if n != REST)
+    fixed = _least(sizes)
     data, *inner = (total // fixed if n == REST else n for n in sizes)
     if data % hosts:
         raise ValueError(
@@ -307,7 +308,7 @@ def _named(devices: np.ndarray) -> Mesh:
 
 def _split_point(trainer: tuple[int, ...], rollout: tuple[int, ...], total: int) -> int:
     """Computes the number of the trainer's devices; the caller must check that the rest fits the rollout."""
-    fixed_trainer, fixed_rollout = (math.prod(n for n in s if n != REST) for s in (trainer, rollout))
+    fixed_trainer, fixed_rollout = _least(trainer), _least(rollout)
     if REST not in trainer:
         return fixed_trainer
     if REST not in rollout:
@@ -318,13 +319,18 @@ def _split_point(trainer: tuple[int, ...], rollout: tuple[int, ...], total: int)
     return total // 2
 
 
+def _least(sizes: tuple[int, ...]) -> int:
+    """Returns the smallest number of devices that a mesh with these sizes needs."""
+    return math.prod(n for n in sizes if n != REST)
+
+
 def _fits(sizes: tuple[int, ...], count: int) -> bool:
-    fixed = math.prod(n for n in sizes if n != REST)
+    fixed = _least(sizes)
     return count % fixed == 0 if REST in sizes else count == fixed
 
 
 def _need(sizes: tuple[int, ...]) -> str:
-    fixed = math.prod(n for n in sizes if n != REST)
+    fixed = _least(sizes)
     return f"a multiple of {fixed}" if REST in sizes else str(fixed)
 
 
@@ -338,15 +344,14 @@ def _fill(spec: str, sizes: tuple[int, ...], devices: Sequence[JaxDevice], key: 
         raise ValueError(
             f"{key} {spec} needs {_need(sizes)} devices, {_hosts(devices)} {len(devices)}: "
             f"the sizes of {key} must multiply to the number of devices (-1 takes the rest)."
-            f"{_faking(key, sizes, devices)}"
+            f"{_faking(key, _least(sizes), devices)}"
         )
-    fixed = math.prod(n for n in sizes if n != REST)
+    fixed = _least(sizes)
     return tuple(len(devices) // fixed if n == REST else n for n in sizes)
 
 
-def _faking(key: str, sizes: tuple[int, ...], devices: Sequence[JaxDevice]) -> str:
+def _faking(key: str, needed: int, devices: Sequence[JaxDevice]) -> str:
     """Returns a sentence for an error message: how to get enough fake CPU devices; '' for other devices."""
-    needed = math.prod(n for n in sizes if n != REST)
     fakes = all(isinstance(device, jax.Device) and device.platform == "cpu" for device in devices)
     if needed <= len(devices) or not fakes:
         return ""

@@ -3,6 +3,7 @@
 import os
 import pathlib
 import signal
+import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from types import FrameType
@@ -33,7 +34,7 @@ _PATIENCE_S = 120.0  # time limit for copying the files of a run directory, whic
 
 
 def check_workdir(workdir: str | os.PathLike) -> None:
-    """Refuses a local run directory that cannot be made or written, and makes nothing.
+    """Refuses a local run directory that cannot be made or written, and leaves nothing behind.
 
     Raises:
       ValueError: the directory, or the nearest place above it that exists, is no directory or cannot be written.
@@ -44,8 +45,10 @@ def check_workdir(workdir: str | os.PathLike) -> None:
     place = next(place for place in (path, *path.parents) if os.path.lexists(place))
     if not place.is_dir():
         raise _no_run_directory(workdir, f"{place} is not a directory")
-    if not os.access(place, os.W_OK | os.X_OK):
-        raise _no_run_directory(workdir, f"{place} cannot be written")
+    try:
+        os.rmdir(tempfile.mkdtemp(prefix=".podrl-", dir=place))
+    except OSError as error:
+        raise _no_run_directory(workdir, f"{place} cannot be written: {error.strerror}") from None
 
 
 def _no_run_directory(workdir: str | os.PathLike, why: str) -> ValueError:

@@ -180,6 +180,7 @@ def test_a_dry_run_gives_up_an_environment_that_takes_too_long(body, tmp_path, c
             r"roles\.trainer\.mesh='fdsp=2' names axis 'fdsp': give axes and sizes",
         ),
         ("roles", {"colocated": True, "trainer": {"mesh": "fsdp=64"}}, r"fsdp=64 needs 64 devices.*fake_devices=64\."),
+        ("env", {"tools": ("calculater",)}, r"env\.tools: 'calculater' is not a .* Did you mean 'calculator'\?"),
         ("reward", {"fns": ("anwser",)}, r"reward\.fns='anwser' is not a built-in reward, .* did you mean 'answer'\?"),
         ("reward", {"weights": (1.0,)}, r"reward\.weights has 1 value for \d functions in reward\.fns: give one each"),
         ("trainer", {"learnng_rate": 1e-4}, r"trainer has no key 'learnng_rate'\. Did you mean 'learning_rate'\?"),
@@ -565,7 +566,11 @@ def test_a_given_answer_that_cannot_be_rendered_is_found_at_the_start(tmp_path, 
     made = values(algorithm, data=records(tmp_path, *[good] * 3), eval={"problems": 0})
     assert job.dry_run(made, "runs/x") == EXIT_DONE
     long = {"data": records(tmp_path, *[good] * 3), algorithm: {"max_length": 2}}
-    refused(merge(made, long), rf"All of 3 records are longer than 2 tokens: raise {algorithm}\.max_length=2", capsys)
+    refused(
+        merge(made, long),
+        rf"All of 3 records are longer than 2 tokens \(the .*\): raise {algorithm}\.max_length=2",
+        capsys,
+    )
     made = values(algorithm, data=records(tmp_path, good, good, bad), eval={"problems": 0})
     fault = r"d\.jsonl line 3: messages\[1\] \(assistant\): the chat template .* does not write its call of 'add'"
     refused(made, fault, capsys)
@@ -637,7 +642,9 @@ def test_generated_problems_that_are_all_too_long_are_refused(capsys, monkeypatc
     monkeypatch.setattr(streams, "MOST_IN_A_ROW", 100)
     monkeypatch.setattr(curricula, "MOST_IN_A_ROW", 100)
     made = values("grpo", data={"path": "problems", "curriculum": curriculum}, rollout={"max_prompt_length": 4})
-    refused(made, r"100 records in a row are longer than 4 tokens: raise rollout\.max_prompt_length=4\.", capsys)
+    refused(
+        made, r"100 records in a row are longer than 4 tokens \(the .*\): raise rollout\.max_prompt_length=4\.", capsys
+    )
 
 
 @pytest.mark.parametrize("curriculum", [{}, {"retire_after": 2}])

@@ -137,6 +137,8 @@ def test_a_single_device_serves_both_roles():
 def test_split_refuses():
     with pytest.raises(ValueError, match=r"needs 4 devices and .*rollout.mesh='tensor=8' needs 8, host 0 has 8"):
         split_devices(chips([0], 8), "fsdp=4", "tensor=8")
+    with pytest.raises(ValueError, match=r"host 0 has 4: .* by --config\.fake_devices=12\.$"):
+        split_devices(jax.devices()[:4], "fsdp=4", "tensor=8")
     with pytest.raises(ValueError, match=r"roles\.trainer\.mesh fsdp=4 needs 4 devices, host 0 has 1"):
         make_mesh("fsdp=4", split_devices(chips([0], 1), "fsdp=4", "auto")[0], key="roles.trainer.mesh")
 
