@@ -3,6 +3,7 @@
 import atexit
 import gc
 import os
+import pathlib
 import shutil
 import sys
 import tempfile
@@ -104,6 +105,7 @@ def pytest_collection_finish(session):
 # Default tests and their fixtures compile much and run little, so they compile without optimisations. Plans need
 # optimised programs, and slow tests compile as runs do.
 OPTIMISED = "plan"
+_MOST_MAPS = 32_000
 
 
 def _quick(item):
@@ -141,6 +143,22 @@ def pytest_runtest_teardown(item, nextitem):
         _optimised(True)
     if not _runs_quickly(nextitem):
         os.environ.pop(QUICK_RUNS, None)
+    if nextitem is None or nextitem.path != item.path:
+        _drop_programs()
+
+
+def _drop_programs():
+    """Drops jax's compiled programs between two files if this process has half of the memory maps that Linux allows.
+
+    Each program takes several of the 65,530 maps. A process that runs half of all tests would need about as many, and
+    one without a free map dies of a segmentation fault.
+    """
+    maps = pathlib.Path("/proc/self/maps")  # exists only on Linux
+    if maps.exists() and maps.read_bytes().count(b"\n") > _MOST_MAPS:
+        import jax
+
+        jax.clear_caches()  # noqa: TID251 - no test counts compilations across two files
+        gc.collect()
 
 
 @pytest.fixture(scope="session")
