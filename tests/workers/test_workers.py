@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import json
 import os
 import pathlib
@@ -95,6 +96,7 @@ def until(condition):
 
 
 def open_files():
+    gc.collect()  # else garbage of earlier tests may close its files between two counts
     return len(os.listdir("/proc/self/fd"))
 
 
@@ -195,7 +197,7 @@ def test_whatever_a_function_does_its_call_ends_with_an_error_and_the_next_one_i
                     "misbehave", [{"how": how, "started": str(started)}], 0.5 if kind is LateWorkerError else 60
                 )
             assert functions.call("echo", [{"how": how}], 60) == {"records": [{"how": how}]}
-            assert open_files() == before, how
+            assert open_files() <= before, how
     gone = [*pids, *started.read_text().split()]
     assert len(gone) == len(MISBEHAVIOUR) + 20
     until(lambda: not any(pathlib.Path(f"/proc/{pid}").exists() for pid in gone))  # init reaps detached processes
@@ -263,7 +265,7 @@ def test_a_system_without_more_processes_fails_one_call_and_hangs_none(specs, mo
                 assert open_files() <= before
             assert [type(one) for one in ended] == [DiedError] + 3 * [BlockingIOError]
             await pool.call("pid", specs["pid"], b"[{}]", 60)
-            assert open_files() == before
+            assert open_files() <= before
         finally:
             reap(await pool.close())
 
