@@ -54,6 +54,7 @@ _READABLE = int(zmq.POLLIN)
 _TURN = 100  # number of messages read from one socket before the next socket's turn
 _NUMBER = 8  # length in bytes of the number of a request or an endpoint
 _GONE = b"gone"  # status of an answer that refuses an endpoint that was given up, or a request for another endpoint
+_CLOSED = "this process has left the job's network"  # error of the requests that are open when their endpoint closes
 
 Handler = Callable[[Message], "Message | futures.Future[Message]"]
 
@@ -207,11 +208,14 @@ class Channel:
             repeated only after the connection has broken.
 
         Returns:
-          The request in flight; its `wait` returns the answer.
+          The request in flight; its `wait` returns the answer. If this endpoint is closed, `wait` raises ChannelError
+          at once.
         """
         number = next(self._numbers)
         request = Request(number, (address, lane), json.dumps([kind, key]).encode(), encode(message))
         self._do(lambda: self._send(request))
+        if self._closed.is_set():  # the channel's thread may have ended before it could see the request
+            request.fail(_CLOSED)
         return request
 
     def watch(self, address: str, on_lost: Callable[[], None], *, within_s: float = SILENCE_S) -> None:
@@ -245,7 +249,10 @@ class Channel:
         return link is not None and link.is_up
 
     def close(self) -> None:
-        """Closes the sockets and ends the thread; messages that are not sent yet get one second to leave."""
+        """Closes the sockets and ends the thread; messages that are not sent yet get one second to leave.
+
+        Whoever still waits for the answer to a request of this endpoint gets a ChannelError.
+        """
         if self._closed.is_set():
             return
         self._closed.set()
@@ -276,6 +283,8 @@ class Channel:
                     self._send(request)
             self._receive()
         self._do_jobs()  # messages that were queued before `close` still leave
+        for request in self._answers.values():
+            request.fail(_CLOSED)
         for link in self._peers.values():
             link.close()
         self._server.close(linger=1000)

@@ -1,5 +1,6 @@
 """A request to another endpoint of the channel while it is in flight: its answer, its deadline, its errors."""
 
+import contextlib
 from collections.abc import Sequence
 from concurrent import futures
 
@@ -34,7 +35,8 @@ class Request:
         """Takes the answer: its status, and its pieces as they arrived."""
         if not self.done:
             self.done = True
-            self._future.set_result((status, pieces))
+            with contextlib.suppress(futures.InvalidStateError):  # another thread's answer was first
+                self._future.set_result((status, pieces))
 
     def fail(self, text: str) -> None:
         """Makes `wait` raise ChannelError with `text`, unless the answer has arrived."""

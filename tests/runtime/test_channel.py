@@ -272,6 +272,33 @@ def test_closing_delivers_what_was_offered_before(pair):
     assert waiting.wait(10, "a").value == "bye"
 
 
+@pytest.mark.parametrize("lane", [0, 1])
+def test_a_closed_endpoint_keeps_nobody_waiting(lane, pair):
+    a, b = pair
+    a.put("offered", Message())
+    b.get(a.address, "offered", deadline_s=PATIENCE_S)
+    (port,) = free_ports(1)
+    waiting = [
+        b.request(address, "get", "never offered", Message(), lane=lane)
+        for address in (a.address, f"127.0.0.1:{port}", b.address)
+    ]
+    ends = []
+
+    def wait(request):
+        with pytest.raises(ChannelError, match="this process has left the job's network") as error:
+            request.wait(1e9, "a: never offered")
+        ends.append(type(error.value))
+
+    threads = [threading.Thread(target=wait, args=(request,), daemon=True) for request in waiting]
+    for thread in threads:
+        thread.start()
+    b.close()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    wait(b.request(a.address, "get", "offered", Message(), lane=lane))
+    assert ends == [ChannelError] * 4
+
+
 def test_a_secret_is_required_and_a_taken_port_is_named(pair):
     a, _ = pair
     with pytest.raises(ValueError, match="PODRL_SECRET"):
