@@ -582,11 +582,26 @@ def _how_to_resume(error: BaseException) -> list[str]:
     return [f"podrl: {note}" for note in getattr(error, "__notes__", ())]
 
 
+class _LogFormat(logging.Formatter):
+    """Writes "Warning: text", as the report of a run does; a line of another package names its logger."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - a name of the standard library
+        ours = record.name.split(".")[0] == "podrl"
+        return f"{record.levelname.capitalize()}{'' if ours else f' of {record.name}'}: {record.message}"
+
+
+def start_log() -> None:
+    """Writes the log to standard error from now on: warnings and errors, one line each and then the traceback."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(_LogFormat())
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+
+
 def main() -> None:
     """Runs the command and exits hard with its code, so that no background thread can hold the process."""
     signals.leave_on_signals(unwind=True)
     stacks_on_signal()  # before the first wait for other processes
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    start_log()
     sys.unraisablehook = _unraisable
     code, text = EXIT_USER, ""
     joined: list[Pod] = []

@@ -222,3 +222,16 @@ def test_user_errors_fit_one_screen_and_exit_1(tmp_path, args, message):
     assert done.returncode == 1
     assert message in done.stderr
     assert "Traceback" not in done.stderr and len(done.stderr.splitlines()) < 15
+
+
+def test_lines_of_the_log_look_like_those_of_the_report():
+    code = """
+import logging
+from podrl import launch
+launch.start_log()
+logging.getLogger("podrl.job").warning("%d prompts are left out.", 3)
+logging.getLogger("orbax").error("gone")
+logging.getLogger("podrl.job").info("unimportant")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr.splitlines() == ["Warning: 3 prompts are left out.", "Error of orbax: gone"]

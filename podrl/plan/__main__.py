@@ -12,7 +12,6 @@ after a user error. Plans for TPUs need the extra [tpu].
 
 import dataclasses
 import json
-import logging
 import math
 import os
 import shlex
@@ -231,7 +230,7 @@ def _run(argv: Sequence[str]) -> int:
 def main() -> None:
     """Runs the command; user errors end it with one line and exit code 1."""
     signals.leave_on_signals(unwind=False, words=_unfinished)
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    launch.start_log()
     try:
         code = _run(sys.argv)
     except (ValueError, OSError, ImportError) as error:
