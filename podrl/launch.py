@@ -510,7 +510,7 @@ def _run(argv: Sequence[str], joined: list[Pod]) -> int:
         else:
             seat = joining.take_seat(cluster, joining.hosts_of(cluster, *_hosts(rest, config)), os.environ)
         joined.append(joining.join(cluster, seat, deadline_s=wait_s, heartbeat_s=silence_s))
-        signals.leave_on_signals(unwind=True)  # jax's cluster has installed a handler of its own
+        signals.leave_on_signals(unwind=True)  # again, because jax.distributed installs a handler of its own
     elif not dry:
         joining.hosts_of(cluster, *_hosts(rest, config))  # refuses lists of hosts in a job of one host
     silent = dry or not all(pod.leads for pod in joined)

@@ -103,7 +103,7 @@ def aggregate(
       length_BT: number of loss tokens in this token's sequence, 1 on padding.
       mode: name of the mode, in any spelling that `canonical_mode` knows.
       scale: fixed length L of the two scale modes, in tokens (usually the completion limit); other modes ignore it.
-      eps: number added to the length in sequence-mean-token-mean; 1e-8 is verl's arithmetic.
+      eps: number added to the length in sequence-mean-token-mean; verl adds 1e-8.
 
     Returns:
       The numerator in the units of `value_BT`, and the number that divides it.

@@ -108,7 +108,7 @@ def penalized_reward(
 ) -> Float[Array, "B T"]:
     """Subtracts the KL penalty from token rewards: the KL is in the reward (PPO), not in the loss (GRPO).
 
-    The arrays are all numpy or all jax arrays, and so is the result.
+    The arrays are all numpy or all jax arrays, and the result is of the same kind.
 
     Args:
       reward_BT: token rewards; an outcome reward lies on the last sampled token.
@@ -132,7 +132,9 @@ def sampled_kl(
     mode: str,
     clamp: float | None = None,
 ) -> Float[Array, "B T"]:
-    """Estimates the KL of sampled tokens in nats, 0 elsewhere; numpy or jax arrays, for values without a gradient.
+    """Estimates the KL of sampled tokens in nats; other tokens get 0. Use it for values, not for gradients.
+
+    The arrays are all numpy or all jax arrays, and the result is of the same kind.
 
     Args:
       logprob_BT: log-probabilities under the policy that sampled, nats.

@@ -131,7 +131,7 @@ class LossSettings:
       entropy_coef: weight of the entropy bonus, loss per nat; None is 0.
       loss_agg_mode: name of the mode that turns token losses into one number (`podrl.algorithms.aggregate`).
       loss_agg_scale: fixed length of the two scale modes, tokens; None takes rollout.max_tokens_to_generate of the run.
-      length_eps: number added to sequence lengths; 1e-8 is verl's arithmetic.
+      length_eps: number added to sequence lengths; verl adds 1e-8.
       sampler_correction: none, tis, sequence_tis, sequence_mask, icepop, kpop or geometric_mask
         (`podrl.algorithms.corrections`); auto is tis if samples may be older than the trained weights and
         old_logprob is not 'sampler', else none.

@@ -57,6 +57,6 @@ def sequence_mean(
       mask_BT: 1 on loss tokens.
       length_BT: number of loss tokens in this token's sequence, 1 on padding.
       segment_BT: number of each token's sequence within its row, 0 on padding.
-      eps: number added to the length; 0 gives the mean, 1e-8 is verl's arithmetic.
+      eps: number added to the length; 0 gives the exact mean, and verl adds 1e-8.
     """
     return segment_sum(masked(x_BT, mask_BT), segment_BT) / (length_BT + eps)

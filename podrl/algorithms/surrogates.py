@@ -199,7 +199,7 @@ def gmpo(
         loss tokens.
       epsilon_low: distance of the lower bound of log r from 0, nats (0.4 in the paper).
       epsilon_high: distance of the upper bound of log r from 0, nats (0.4 in the paper).
-      eps: number added to lengths; 1e-8 is verl's arithmetic.
+      eps: number added to lengths; verl adds 1e-8.
     """
     log_r_BT = jnp.clip(logprob_BT - old_logprob_BT, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     bound_BT = jnp.clip(log_r_BT, -epsilon_low, epsilon_high)

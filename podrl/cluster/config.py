@@ -81,9 +81,9 @@ class ClusterConfig:
         for role, mesh in meshes.items():
             if mesh is None:
                 raise ValueError(
-                    f"role_to_mesh gives {role} a mesh with the axes {self.role_to_mesh[role].axis_names}, which must "
-                    f"be among {AXES} ('dp' is 'data', 'ep' is 'expert', 'tp' and 'model' are 'tensor'): make it by "
-                    "podrl.make_mesh('fsdp=4,tensor=2', devices)."
+                    f"role_to_mesh gives {role} a mesh with the axes {self.role_to_mesh[role].axis_names}: each axis "
+                    f"must be a different one of {AXES} ('dp' is 'data', 'ep' is 'expert', 'tp' and 'model' are "
+                    "'tensor'). Make the mesh by podrl.make_mesh('fsdp=4,tensor=2', devices)."
                 )
         object.__setattr__(self, "role_to_mesh", meshes)
         reference = self.role_to_mesh.get(Role.REFERENCE, self.role_to_mesh[Role.ACTOR])

@@ -110,7 +110,7 @@ def of_record(
 
 
 def check(record: Record, names: Sequence[str], data: DataConfig) -> str:
-    """Returns the reason why the answers in a record's fields `names` make no examples; '' if they make examples."""
+    """Returns the reason why no examples can be made of the answers in a record's fields `names`; '' for no reason."""
     before = "prompt" if record.get("prompt") is not None else data.question_field
     if not _has_turns(record, names):
         wrong = [name for name in (*names, before) if not isinstance(record.get(name), str)]

@@ -45,7 +45,7 @@ class ChatTemplate:
                 _check_constant(constant.value)
             self._template = self._environment.from_string(source)
         except (jinja2.TemplateError, RecursionError) as error:
-            raise ValueError(f"The chat template of {where} does not parse: {_message_of(error)}") from error
+            raise ValueError(f"The chat template of {where} cannot be used: {_message_of(error)}") from error
 
     def render(
         self,

@@ -43,7 +43,7 @@ class PromptStream(BatchStream[_Task]):
 
     Attributes:
       prompts_per_step: number P of prompts in a step of the whole job.
-      steps_per_epoch: number of steps that together have as many prompts as there are records, at least 1.
+      steps_per_epoch: number of records divided by `prompts_per_step`, rounded down; at least 1.
       curriculum: pass rates by which prompts are chosen; None if every prompt has its turn.
       unanswered: an entry for each file that has a record without an answer: (text that names the record and its
         fields, reward functions that only the file's source has, possibly none).

@@ -205,7 +205,7 @@ def from_batches(items: Sequence[Any]) -> tuple[Sequence[Any], int]:
         if i and size != len(items[0]["prompts"]):
             raise ValueError(
                 f"Batch {i} of the dataset has {plural(size, 'prompt')} and batch 0 has {len(items[0]['prompts'])}: a "
-                "batch is the prompts of a step, so give all of them one size, or a plain list of prompts."
+                "step trains on one batch, so give all batches the same size, or give a plain list of prompts."
             )
         for name, values in columns.items():
             if isinstance(values, str) or not isinstance(values, Sequence) or len(values) != size:

@@ -437,8 +437,8 @@ class Tokenizer:
             named = {"default": source}
         if wrong := [text for text in named.values() if not isinstance(text, str | None)]:
             raise ValueError(
-                f"{self.directory} has chat_template={str(wrong[0])[:80]!r} in tokenizer_config.json: it must be a "
-                "text, or a list of objects with the texts 'name' and 'template'."
+                f"{self.directory} has chat_template={str(wrong[0])[:80]!r} in tokenizer_config.json or "
+                "chat_template.json: it must be a text, or a list of objects with the texts 'name' and 'template'."
             )
         named |= {"tool_use": _read_text(tools)} if tools else {}
         templates = {name: text for name in ("default", "tool_use") if isinstance(text := named.get(name), str)}

@@ -143,9 +143,9 @@ class DecodeState:
       sampling: sampling settings of each lane.
       stop_RE: ids that end the lane's sample; -1 in unused columns.
       memories: arrays of the memory that layers of linear attention keep of a sequence. Each kind of these layers, or
-        each layer if the layers are unrolled, has two: states (L, P, N, H, U) and inputs of the convolution (L, P, I)
-        (`podrl.models.delta.memory_shapes`). P counts places (`EngineShape.places`), and the first R places belong to
-        the lanes: the place of a live lane has the memory of the tokens before `position_R`.
+        each layer if the layers are unrolled, has two: states (L, P, N, H, U) and inputs of the convolution
+        (L, P, K, J) (`podrl.models.delta.memory_shapes`). P counts places (`EngineShape.places`), and the first R
+        places belong to the lanes: the place of a live lane has the memory of the tokens before `position_R`.
     """
 
     pools: tuple[Array, ...]

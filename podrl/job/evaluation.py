@@ -50,7 +50,7 @@ def held_out(job: Job, tokenizer: Tokenizer) -> Sequence[Any]:
     origin = "data.sources" if job.data.sources else f"data.path={job.data.path}"
     if data is None:
         of = "pairs" if job.kind.scores else "records"
-        why = f"{next(iter(lacking.values()))}, and where {of} have no answer, none are held out"
+        why = f"{next(iter(lacking.values()))}, and no {of} are held out if one of them has no answer"
         _warn_nothing_held_out(origin, why, "")
         return ()
     if lacking:
@@ -104,7 +104,7 @@ def _warn_nothing_held_out(origin: str, why: str, more: str) -> None:
 def _warn_held_out_of(sources: str, lacking: str) -> None:
     _log.warning(
         "Evaluations use records held out from %s only. All records of the other sources are trained on, because "
-        "answers are missing there: %s.",
+        "a source cannot be evaluated if one of its records has no answer: %s.",
         *(sources, lacking),
     )
 

@@ -356,7 +356,10 @@ def by_record(scores: Mapping[str, np.ndarray]) -> dict[str, list[float | None]]
 
 
 def _with_pass(scores: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Adds pass@k to scores: 1 if any of a record's samples is right, shape (P, 1)."""
+    """Adds pass@k of the sampled answers to the scores, if there are several samples per record.
+
+    It is 1 if any of a record's samples is right, and has the shape (P, 1).
+    """
     passes: dict[str, np.ndarray] = {}
     for name, answer_PG in scores.items():
         if answer_PG.shape[1] > 1 and name == "eval/sampled_answer":

@@ -195,7 +195,7 @@ class Delta:
 
     @property
     def sections(self) -> tuple[int, int, int]:
-        """Widths of a key head's query, key and values; in this order they are the head's convolution channels."""
+        """Widths of a key head's query, key and values; the head's convolution channels come in this order."""
         return self.key_dim, self.key_dim, self.value_heads // self.key_heads * self.value_dim
 
     @property

@@ -67,7 +67,7 @@ def adapter_entries(config: ModelConfig) -> list[Entry]:
       ValueError: the model has no adapters.
     """
     if not (found := entries(config, adapters=True)):
-        raise ValueError("This model has no adapters to save: lora.rank is 0.")
+        raise ValueError("This model has no adapters to save: model.lora.rank is 0. Save the whole model instead.")
     return found
 
 

@@ -130,7 +130,7 @@ def read_lengths(path: str) -> Int[np.ndarray, " N"]:
     """Reads the number of sampled tokens of each sample, from a run directory with a trace or from a file of numbers.
 
     Args:
-      path: run directory, or file with one number per line.
+      path: run directory with a trace (log.trace), or file with one number of sampled tokens per line.
 
     Returns:
       The lengths above 0.

@@ -41,8 +41,9 @@ class JudgeConfig:
       model: name of the model at the endpoint.
       template: the question to the judge, with {prompt}, {completion}, {answer} and {max_score}, which podrl replaces.
         The reply must hold 'SCORE: n'.
-      criterion_template: the question that 'rubric' asks about each criterion; it also has {criterion}.
-      criteria: criteria of 'rubric' for records that have none of their own.
+      criterion_template: the question that the reward function 'rubric' asks about each criterion; it also has
+        {criterion}.
+      criteria: criteria of the reward function 'rubric' for records without criteria of their own.
       criteria_weights: weight of each of `criteria`; empty for 1 each. A criterion with a negative weight is a fault.
       rubric: name of the record's field with the criteria, a list of texts or of {"criterion": text, "weight": number}.
       max_score: the best score. The reward is the judge's score divided by this number.

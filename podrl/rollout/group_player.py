@@ -96,9 +96,9 @@ class OwnGroup(Group):
 
 @dataclasses.dataclass(eq=False)
 class TokenGroup(OwnGroup):
-    """All samples of those prompts of a batch that one process makes: the unit of work with `rollout.clock='tokens'`.
+    """The share of a batch that one process samples: its unit of work with `rollout.clock='tokens'`.
 
-    Elsewhere a group is the samples of one prompt.
+    Elsewhere a group holds the samples of one prompt; this group holds the samples of all prompts of the share.
 
     Attributes:
       quantum: number of tokens that a sample draws in each window except the last; not used if one version draws all

@@ -170,8 +170,9 @@ def _trainers(cluster: Cluster, environment: Mapping[str, str], metadata: Mappin
 def _from_flags(flags: Mapping[str, str], environment: Mapping[str, str]) -> Cluster:
     if missing := [f"--{name}" for name in CLUSTER_FLAGS if name not in flags]:
         raise ValueError(
-            f"{' and '.join(missing)} must be given too: --coordinator=HOST:PORT of process 0, --process_id of this "
-            "host, from 0 on, and --num_processes, the same on all hosts."
+            f"{' and '.join(missing)} must be given too. A host of a cluster needs three flags: "
+            "--coordinator=HOST:PORT, the address of process 0; --process_id, the number of this host, from 0 on; and "
+            "--num_processes, the number of hosts."
         )
     if platform := environment.get("PODRL_PLATFORM"):
         raise ValueError(

@@ -304,7 +304,7 @@ class Pool:
         """Starts all processes at once and loads functions into each.
 
         Args:
-          specs: spec of each function, as podrl.workers.user_objects.load takes it, by the function's id.
+          specs: spec of each function by the function's id; podrl.workers.user_objects.load explains specs.
           label: function that names a function in errors, from its id.
 
         Returns:
@@ -474,7 +474,7 @@ class Functions:
         Args:
           module: name of the module that each process runs; see `Process`.
           limits: limits of memory, processes, files and environment variables of each process.
-          specs: spec of each function, as podrl.workers.user_objects.load takes it, by the function's id.
+          specs: spec of each function by the function's id; podrl.workers.user_objects.load explains specs.
           size: number of processes.
           label: function that names a function in errors of loading, from its id.
 

@@ -278,7 +278,7 @@ def test_finite_differences(kind):
 
 
 def test_finite_differences_of_cispo_with_its_weight_held():
-    # If old moves with the current policy, the ratio and therefore the weight stay the same.
+    # If the old log-probabilities move with the current ones, the ratio and therefore the weight stay the same.
     tokens = sequences(constant_advantage=False)
     layout = packed_layout(tokens["owner"])
     weightless = PolicyLoss(KLLossSettings(policy_loss_fn="cispo", beta=0.0, loss_agg_mode="token-mean"))

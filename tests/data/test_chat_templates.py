@@ -29,7 +29,7 @@ def render(source: str, messages=SAID) -> str:
         "recursion": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
         "division": ("{{ 1 / 0 }}", "division"),
         "types": ("{{ messages + 1 }}", "TypeError"),
-        "no end": ("{% for %}", "does not parse"),
+        "no end": ("{% for %}", "cannot be used"),
     }.values(),
 )
 def test_what_explodes_or_fails_is_one_sentence(source, words):

@@ -584,7 +584,8 @@ def test_an_evaluation_that_cannot_be_is_found_at_the_start(tmp_path, algorithm,
     made = values(algorithm, data=records(tmp_path, *[GIVEN[algorithm][0]] * 3), eval={"problems": 4})
     assert job.dry_run(made, "runs/x") == EXIT_DONE
     of = "pairs" if algorithm == "reward_model" else "records"  # a reward model is evaluated on pairs
-    assert re.search(rf"line 1 lacks 'answer' \(it has .*\), and where {of} have no answer, none are held", caplog.text)
+    told = rf"line 1 lacks 'answer' \(it has .*\), and no {of} are held out if one of them has no answer"
+    assert re.search(told, caplog.text)
     if algorithm == "reward_model":
         return
     (tmp_path / "held.jsonl").write_text(json.dumps({"messages": [ASKED, UNCALLED, ASKED]}) + "\n")

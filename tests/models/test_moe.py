@@ -485,7 +485,8 @@ def test_the_kernels_compile_for_tpu_without_a_copy_of_the_weights(monkeypatch):
 
     decoded = jax.jit(decode).lower(stack, of(32, 1, 512), of(kind=jnp.int32)).compile()
     assert decoded.as_text().count("tpu_custom_call") >= 3
-    assert decoded.memory_analysis().temp_size_in_bytes < 2 * math.prod(layer["expert_in"].shape)  # no copy of a layer
+    # A copy of a layer's expert_in, in bfloat16, would need at least this many bytes.
+    assert decoded.memory_analysis().temp_size_in_bytes < 2 * math.prod(layer["expert_in"].shape)
     jax.jit(jax.grad(loss, argnums=(0, 1))).lower(layer, of(1, 1024, 512)).compile()
 
 

@@ -426,7 +426,7 @@ def test_branches_that_windows_cut_keep_their_routes_in_a_run_that_is_killed(tin
 
         def drawn(*, kill):
             player = worker.player(prompts, **how)
-            for _ in worker.advance(policies[0], [(player, 16)]):  # only the first branch goes on afterwards
+            for _ in worker.advance(policies[0], [(player, 16)]):  # later only the first branch continues
                 pass
             if kill:
                 part = again(of_tracks(prompts, player.state(), prompt_count=1, step=3, quantum=16))

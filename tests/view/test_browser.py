@@ -49,7 +49,8 @@ CONTRAST = """(() => {
   }
   return least;
 })()"""
-# The elements that a keyboard must reach, and the focused element.
+# REACHABLE numbers the elements that a keyboard must reach, and returns how many there are; AT is the number of the
+# focused element, or null.
 REACHABLE = """(() => {
   const kinds = "a[href], button, input, select, summary, [tabindex='0']";
   const found = [...document.querySelectorAll(kinds)].filter((each) => each.getClientRects().length && !each.disabled);

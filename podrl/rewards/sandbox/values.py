@@ -24,10 +24,11 @@ class Reference:
 
 
 def encode(value: object, refer: Callable[[object], Reference]) -> object:
-    """Encodes a plain value for JSON. A value of a subclass of a plain type is sent as a value of the plain type.
+    """Encodes a value for JSON. A value of a subclass of a plain type is sent as a value of the plain type.
 
     Args:
-      value: the value to send; a container, such as a list, may hold values that are not plain.
+      value: the value to send, of any type. A value that is not plain, by itself or in a container such as a list,
+        becomes a reference.
       refer: function that makes a reference to a value that is not plain, to be sent in place of the value.
     """
     if value is None or isinstance(value, bool | float):

@@ -294,8 +294,8 @@ class _PullPlan:
 
     Attributes:
       versions: versions that trainer 0 offered when this process joined.
-      trainers: fields of every request to a trainer process (session of the process, number of this receiver), by
-        process.
+      trainers: two fields that every request to a trainer process must carry, by process: the session of the process,
+        and the number that the process gave this receiver.
       plan: the transfer plan.
       joiner: object that joins pulled boxes into shards.
       mine: numbers of the boxes to pull from a trainer process, by process and leaf.
