@@ -28,7 +28,7 @@ _GENERATING = tuple(name for name, kind in KINDS.items() if not kind.offline)
 _SECTIONS = {
     "data.curriculum": _GENERATING,
     "model.critic": ("ppo",),
-    "reward": _GENERATING,
+    "reward.": _GENERATING,
     "roles.critic": ("ppo",),
     "roles.reward": _GENERATING,
     "trainer.critic_": ("ppo",),

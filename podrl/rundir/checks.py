@@ -278,7 +278,7 @@ def _reward_exploited(now: LogRecord, past: Past) -> str:
 
 
 # Estimators whose advantages do not compare a sample with its group alone, so that equal rewards may have a signal.
-_BEYOND_GROUPS = ("reinforce_plus_plus", "remax", "gae")
+_BEYOND_GROUPS = ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "gae")
 
 
 @check(

@@ -206,7 +206,10 @@ def test_what_is_planted_is_found_where_it_begins(name, where, change, step, wor
     assert "SECTION" not in said
 
 
-@pytest.mark.parametrize(("estimator", "found"), [("grpo", True), ("reinforce_plus_plus", False), ("remax", False)])
+@pytest.mark.parametrize(
+    ("estimator", "found"),
+    [("grpo", True), ("reinforce_plus_plus", False), ("reinforce_plus_plus_baseline", False), ("remax", False)],
+)
 def test_equal_rewards_of_groups_are_a_fault_if_advantages_compare_a_group(estimator, found, tmp_path):
     run = recorded.run("rloo")
     put(run, "reward/groups_without_signal", 0.9, 1)
