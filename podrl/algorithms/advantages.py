@@ -1,7 +1,7 @@
 """Advantage estimators for outcome rewards; they differ in the baseline and in the scale.
 
-Every function takes numpy arrays or jax arrays and returns arrays of the same library and precision; integer rewards
-become float32. Groups may be incomplete, of different sizes, and in any order.
+Every function takes numpy arrays or jax arrays and returns arrays of the same library and precision; functions that
+take groups turn integer rewards into float32. Groups may be incomplete, of different sizes, and in any order.
 
 A group of one sample has no baseline: by default its advantage is 0, so the sample teaches nothing. With
 `singleton="raw"` its advantage is its reward, as in verl.
@@ -85,7 +85,8 @@ def group_relative(
 
     Args:
       scale: "std" divides by the group's standard deviation + eps; "batch" divides by the standard deviation of all
-        rewards + eps (arXiv 2508.08221); "none" only centres (Dr. GRPO, arXiv 2503.20783).
+        rewards + eps (arXiv 2508.08221), unless there is only one reward; "none" only centres (Dr. GRPO, arXiv
+        2503.20783).
       ddof: 1 for the sample standard deviation (Tunix, TRL, verl), 0 for the population's (NumPy, open-instruct).
       eps: number added to the standard deviation; a group of equal rewards gives exactly 0.
       singleton: advantage of a group of one: "zero", or "raw" for the reward. A `scale` of "std" divides this reward by
@@ -271,7 +272,9 @@ def pass_at_k(
     def estimate(reward_PG: Groups) -> Groups:
         xp, size = namespace(reward_PG), reward_PG.shape[1]
         if size < 2:
-            raise ValueError(f"pass@k needs at least 2 samples per prompt, got grpo.num_generations={size}.")
+            raise ValueError(
+                f"pass@k needs at least 2 samples in every group, and one has {size}: raise grpo.num_generations."
+            )
         ranked_PG = xp.sort(reward_PG, axis=1)
         lead_P1 = ranked_PG[:, -1:] - ranked_PG[:, -2:-1]
         if scale == "std":

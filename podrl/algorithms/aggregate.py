@@ -163,7 +163,8 @@ def as_token_mean(
       mode: name of the mode.
       scale: fixed length L of the two scale modes, in tokens.
       eps: number that `aggregate` adds to the length in sequence-mean-token-mean.
-      over_BT: 1 on the tokens to take the mean over, which are whole sequences; None for all loss tokens.
+      over_BT: 1 on the tokens to take the mean over: all loss tokens of some of the sequences; None for all loss
+        tokens.
     """
     mode = canonical_mode(mode)
     length_B1 = (mask_BT > 0).sum(axis=1, keepdims=True)

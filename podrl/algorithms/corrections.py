@@ -72,8 +72,8 @@ def importance_weight(
       length_BT: number of loss tokens in this token's sequence, 1 on padding.
       segment_BT: number of each token's sequence within its row, 0 on padding.
       kind: name of the correction: none, tis, sequence_tis, sequence_mask, icepop, kpop or geometric_mask.
-      low: lower bound, unitless; tis, sequence_tis and kpop ignore it.
-      high: upper bound, unitless; for kpop it bounds a divergence, in nats.
+      low: lower bound, unitless; none, tis, sequence_tis and kpop ignore it.
+      high: upper bound, unitless; for kpop it bounds a divergence, in nats; none ignores it.
     """
     log_w_BT = log_weight(old_logprob_BT, sampler_logprob_BT, mask_BT)
     if kind == "none":

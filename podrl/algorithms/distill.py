@@ -4,8 +4,8 @@ The method is that of "On-policy distillation of language models" (arXiv 2306.13
 KL(policy || teacher). At each sampled token the KL compares the distribution from which the policy drew the token with
 the teacher's distribution. There are two ways to compute the KL:
 
-- An estimate on the sampled token alone, as in the report of Thinking Machines of October 2025. Its gradient is the
-  policy gradient with the advantage log teacher - log policy of each token, undiscounted.
+- An estimate on the sampled token alone, as in the report of Thinking Machines of October 2025. Its gradient is a
+  policy gradient: the advantage of a token is log teacher - log policy of this token, without those of later tokens.
 - An exact sum over the vocabulary (podrl/trainer/divergence.py), or over the policy's likeliest ids with all other ids
   counted as one (`top_k_kl`).
 """

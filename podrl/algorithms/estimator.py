@@ -195,7 +195,9 @@ class AdvantageEstimator:
           reinforce_plus_plus. `podrl.algorithms.advantages` says their units.
 
         Raises:
-          ValueError: `group_B` has another length than the batch, or a group is too small for the estimator.
+          ValueError: `group_B` has another length than the batch; a group is too small for the estimator; or the user's
+            function did not return a finite number for every sample.
+          BatchError: maxrl got a negative reward in a numpy array.
         """
         assert not self.needs_critic, "gae needs a critic's values"
         xp, settings = namespace(reward_BT), self._group

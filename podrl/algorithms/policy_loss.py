@@ -218,7 +218,7 @@ class LossSettings:
         self._check(
             not (self.kind == "gmpo" and kind in ("icepop", "kpop")),
             "sampler_correction",
-            "drops single tokens, which gmpo's one ratio per sequence cannot; use tis, sequence_tis or geometric_mask",
+            "drops single tokens, which gmpo's one ratio per sequence cannot; use tis or one for whole sequences",
         )
 
     @property
@@ -393,7 +393,8 @@ class PolicyLoss:
 
         Args:
           mask_BT: 1 on loss tokens of the update's samples, one sample per row.
-          over_BT: 1 on the tokens to take the mean over, which are whole samples; None for all loss tokens.
+          over_BT: 1 on the tokens to take the mean over: all loss tokens of some of the samples; None for all loss
+            tokens.
         """
         settings = self.settings
         scale = 1.0 if settings.loss_agg_scale is None else settings.loss_agg_scale
@@ -470,8 +471,9 @@ class PolicyLoss:
         Each result is a `Ratio`, a numerator and a denominator. Add the Ratios of all micro-batches, then divide once.
 
         The loss of a token is surrogate x correction + beta x kl_scale x KL - entropy_coef x entropy, times
-        `rows.weight_BT` if the rows have weights; `podrl.algorithms.aggregate` reduces the token losses. Masked tokens
-        may hold anything, NaN included; they change neither values nor gradients.
+        `rows.weight_BT` if the rows have weights. The correction is 0 on tokens older than `stale_bound`.
+        `podrl.algorithms.aggregate` reduces the token losses. Masked tokens may hold anything, NaN included; they
+        change neither values nor gradients.
 
         Args:
           logprob_BT: log-probabilities under the policy being trained, nats; differentiated.
@@ -480,8 +482,9 @@ class PolicyLoss:
 
         Returns:
           The loss; and the metrics actor/{pg_loss, pg_clipfrac, pg_clipfrac_lower, approx_kl, kl, entropy, ratio},
-          sampler/{weight, kept} and the metrics of `podrl.algorithms.mismatch`, all without gradient. All are means
-          over loss tokens, except pg_loss, which is aggregated as the loss is. `mismatch.divided` and
+          sampler/{weight, kept}, sampler/moment_weight if the loss has a correction or a `stale_bound`, and the metrics
+          of `podrl.algorithms.mismatch`, all without gradient. All are means over loss tokens, except pg_loss, which is
+          aggregated as the loss is. `mismatch.divided` and
           `mismatch.derived` finish the metrics by age and the moments.
         """
         rows, mask_BT = rows.clean(), rows.mask_BT

@@ -21,7 +21,8 @@ class PolicyRows:
     Attributes:
       layout: the packed tokens, their segments and positions.
       mask_BT: 1 on tokens that count in the loss.
-      length_BT: number of loss tokens in this token's sequence, 1 on padding; the sequence-mean modes divide by it.
+      length_BT: number of loss tokens in all pieces of this token's sample; 1 on padding and in pieces without a loss
+        token. The sequence-mean modes divide by it.
       advantage_BT: advantage of the token.
       old_logprob_BT: log-probability under the policy that the ratio starts from: the trainer's policy before the first
         update on this batch. Until the trainer has computed this number, the sampler's log-probability stands here.

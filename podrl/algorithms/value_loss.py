@@ -16,7 +16,8 @@ class CriticRows:
     Attributes:
       layout: the packed tokens, their segments and positions.
       mask_BT: 1 on loss tokens.
-      length_BT: number of loss tokens in this token's sequence, 1 on padding.
+      length_BT: number of loss tokens in all pieces of this token's sample; 1 on padding and in pieces without a loss
+        token.
       value_BT: the critic's value before the token, computed before the first update on this batch; reward units.
       return_BT: return that the value should predict, reward units.
     """

@@ -232,7 +232,7 @@ def loop_counts(reads: ReadList) -> dict[str, int]:
     """Counts, from a read list on the host, the iterations of each loop and the page reads of a layer's decode step.
 
     Returns:
-      The counts of iterations by the named scope of the loop, and of page reads by the name of the TPU kernel.
+      The counts of iterations by the named scope of the loop, and of page reads by the name of the attention kernel.
     """
     return {
         "shared_reads": -(-int(reads.total_2[0]) // SHARED_BLOCK),

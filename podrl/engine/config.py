@@ -132,7 +132,7 @@ class RolloutConfig(SamplingSettings):
       data_type: dtype of the engine's weights, activations and cache; None is the trainer's compute dtype.
       eos_tokens: ids that end a sample; None takes the tokenizer's end tokens.
       return_logprobs: accepted for compatibility; podrl always returns log-probabilities.
-      lanes: number of samples that the whole mesh decodes at once, rounded to a multiple of the mesh's data-parallel
+      lanes: number of samples that the whole mesh decodes at once, rounded up to a multiple of the mesh's data-parallel
         size. Samples are bitwise reproducible for a fixed number of lanes.
       steps_per_dispatch: number of decode steps per device call; the lane of a finished sample is refilled one or two
         calls later.

@@ -511,8 +511,8 @@ class Engine:
         reads = self.read_shape.split(flat_XI[0])
         R, N = shape.lanes, shape.steps
         ends = self._ends(params)
-        # The dispatch's own additions to each pool, (L, R, K, N, H). They are written to pages once, when the dispatch
-        # ends.
+        # The dispatch's own additions to each pool, (L, R, K, N, H), where N is its number of decode steps. They are
+        # written to pages once, when the dispatch ends.
         recents = self._zeros(lambda p: (p.shape[0], R, p.shape[2], N, p.shape[4]))
         outputs = SampledTokens(
             jnp.zeros((N, R), jnp.int32),

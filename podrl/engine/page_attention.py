@@ -110,11 +110,12 @@ def chosen(
     fits = whole and near <= room and takes(page_tokens, model.head_dim, dtype, numbers=reads.size)
     if wanted and not fits:
         raise ValueError(
-            "rollout.page_kernel=True needs an NVIDIA GPU, and pages and heads whose sizes are powers of two; or a "
-            f"TPU, a number of key heads that tensor={tensor} divides, a head size that is a multiple of {_LANES}, "
-            f"pages of whole tiles, a read list of at most {_SCALAR_BYTES >> 10} KB, and near memory for a run (here "
-            f"{near >> 20} MiB of {room >> 20}). This job has {kind}, {model.num_kv_heads} key heads of size "
-            f"{model.head_dim}, rollout.page_tokens={page_tokens} and a read list of {4 * reads.size >> 10} KB: leave "
+            "rollout.page_kernel=True needs an NVIDIA GPU, Ampere or later, page and head sizes that are powers of two "
+            "from 16 on, and at most 64 KiB of one head's keys in a page; or a TPU, a head size that is a multiple of "
+            f"{_LANES}, pages of whole tiles, a read list of at most {_SCALAR_BYTES >> 10} KB, and near memory for a "
+            f"run (here {near >> 20} MiB of {room >> 20}). Both need a number of key heads that tensor={tensor} "
+            f"divides. This job has {kind}, {model.num_kv_heads} key heads of size {model.head_dim}, "
+            f"rollout.page_tokens={page_tokens} and a read list of {4 * reads.size >> 10} KB: leave "
             "the key None."
         )
     return fits and ((chip is not None and chip.cores > 1) if wanted is None else wanted)

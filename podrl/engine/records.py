@@ -141,7 +141,7 @@ class DispatchPlan:
 
 @dataclasses.dataclass(frozen=True)
 class Feed:
-    """Tokens of a sample to prefill: all from position `start` on, up to the token that the sample feeds next.
+    """Tokens of a sample to prefill: all from position `start` on except the last, which the sample's lane feeds next.
 
     Attributes:
       sample: sample whose tokens are prefilled.

@@ -38,8 +38,8 @@ class Draw:
       kept_R: probability, at the lane's temperature, of all tokens that the lane's filters kept; exactly 1 without
         filters. The token was drawn with log-probability logprob_R - log(kept_R).
       raw_logprob_R: log-probability of the token under softmax of the logits, nats.
-      failed_R: True if there is no distribution, because a logit was NaN or +infinity or all were -infinity; the other
-        fields are then invalid.
+      failed_R: True if there is no distribution, because a logit was NaN or +infinity or all were -infinity, or if no
+        logit of a greedy lane equals their maximum (the comment in `draw` says why); the other fields are then invalid.
     """
 
     token_R: Int[Array, " R"]

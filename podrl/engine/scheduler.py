@@ -216,7 +216,8 @@ class Scheduler:
         Args:
           handle: handle of the new sample.
           source: handle of the sample to copy from.
-          position: number of tokens that the new sample has, counted with the prompt.
+          position: position of the token that the new sample feeds next: one less than the number of its tokens, prompt
+            included.
 
         Returns:
           The new store, whose pages have the indices of the source's pages; the source's store; their shard.

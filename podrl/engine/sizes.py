@@ -25,14 +25,15 @@ def check_memory(needed: int, mesh: Mesh, config: RolloutConfig, shape: EngineSh
         room, what = free_memory(), "on this machine"
     else:
         rooms = [s["bytes_limit"] - s["bytes_in_use"] for s in stats if "bytes_limit" in s and "bytes_in_use" in s]
-        room, what = sum(rooms) if len(rooms) == len(stats) else None, f"on its {len(stats)} devices"
+        room, what = sum(rooms) if len(rooms) == len(stats) else None, f"on this host's {len(stats)} devices"
     if room is None or needed <= room:
         return
     raise ValueError(
         f"The key/value pool of rollout.lanes={config.lanes} needs {needed / 2**30:,.1f} GiB, but only "
         f"{room / 2**30:,.1f} GiB are free {what}. It has {shape.pages} pages of {shape.page_tokens} tokens per shard. "
         f"Lower rollout.lanes, rollout.max_tokens_to_generate={config.max_tokens_to_generate} or "
-        f"rollout.max_prompt_length={config.max_prompt_length}, or set rollout.pool_tokens."
+        f"rollout.max_prompt_length={config.max_prompt_length} (with an environment, rollout.max_response_tokens), or "
+        "set a smaller rollout.pool_tokens."
     )
 
 

@@ -103,7 +103,7 @@ class RolloutStats:
       prefill_tokens: number of prompt tokens and appended tokens that prefill computed.
       prefill_calls: number of device calls of prefill.
       dispatches: number of device calls of `generate`.
-      spills: number of caches moved to the host because the pool ran out of pages.
+      spills: number of caches moved to the host because pages, or places for memories of linear attention, ran out.
       failed: number of samples that ended because logits were NaN or infinite.
       compiles: number of programs compiled during the call; 0 after `warm_up`.
       host_seconds: seconds in which no dispatch was in flight, from reading the last dispatch in flight to the next

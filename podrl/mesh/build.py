@@ -241,9 +241,9 @@ def share_of_mesh(spec: str, devices: Sequence[JaxDevice], hosts: int, *, key: s
     data, *inner = (total // fixed if n == REST else n for n in sizes)
     if data % hosts:
         raise ValueError(
-            f"{key}={spec!r} spreads one copy of the weights (expert x fsdp x tensor = {math.prod(inner)} devices) "
-            f"over several hosts of {len(devices)} devices. Each host works on its own, so expert x fsdp x tensor must "
-            f"divide {len(devices)}."
+            f"{key}={spec!r} spreads one copy of the weights (expert x fsdp x seq x tensor = {math.prod(inner)} devices"
+            f") over several hosts of {len(devices)} devices. Each host works on its own, so this product must divide "
+            f"{len(devices)}."
         )
     sizes = zip(AXES, (data // hosts, *inner), strict=True)
     return make_mesh(",".join(f"{axis}={n}" for axis, n in sizes), devices, key=key)
@@ -269,9 +269,9 @@ def local_mesh(mesh: Mesh, process: int, *, key: str = "mesh") -> Mesh:
     if not rows_D.any() or (shared and rows_D.sum() > 1) or members & set(process_DX[~rows_D].flat):
         inner, mine = process_DX.shape[1], int((process_DX == process).sum())
         raise ValueError(
-            f"{key}={describe_mesh(mesh)!r} gives a copy of the weights expert x fsdp x tensor = {inner} devices, and "
-            f"process {process} has {mine}: one of these numbers must divide the other, so that no process has parts "
-            "of two copies."
+            f"{key}={describe_mesh(mesh)!r} gives a copy of the weights expert x fsdp x seq x tensor = {inner} "
+            f"devices, and process {process} has {mine}: one of these numbers must divide the other, so that no process "
+            "has parts of two copies."
         )
     return Mesh(mesh.devices[rows_D], mesh.axis_names)
 

@@ -1,6 +1,6 @@
 """The figures of each TPU generation, and the peak operations per second of a device by its kind.
 
-Figures of TPUs are from the vendor's pages, per chip:
+Figures of TPUs are from the vendor's pages, which give them per chip:
     https://cloud.google.com/tpu/docs/v4  .../v5e  .../v5p  .../v6e  .../tpu7x
 HBM is the part that the compiler lets a program use, measured by compiling programs that need more.
 """

@@ -492,7 +492,8 @@ class ModelConfig:
     def inverse_frequencies(self) -> Float[np.ndarray, "L H/2"]:
         """Computes every layer's rotary frequencies, radians per position (arXiv 2104.09864), with its scaling.
 
-        The layers must be alike: call it on each configuration of `alike`.
+        If `rotary_dim` is set, there are half as many as it says, and not H/2. The layers must be alike: call it on
+        each configuration of `alike`.
         """
         assert not self.kinds, "head_dim differs by kind: call inverse_frequencies on each configuration of alike()"
         turned = self.rotary_dim or self.head_dim

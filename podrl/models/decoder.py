@@ -306,7 +306,9 @@ def embed(
 def per_layer_embeddings(
     params: PyTree, tokens_BT: Int[Array, "B T"], x_BTD: Array, config: ModelConfig, mesh: Mesh | None = None
 ) -> tuple[Float[Array, "B T L P"], ...]:
-    """Computes each layer's vector for each token: (row of the table + projection of the embedding) / sqrt(2).
+    """Computes each layer's vector for each token: (sqrt(P) x row of the table + projection) / sqrt(2).
+
+    The projection is a linear map of the token's embedding, normalised for each layer by itself.
 
     Args:
       params: parameters of the model; only parameters outside the layers are read.

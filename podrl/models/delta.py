@@ -28,7 +28,7 @@ _NONE = -1
 
 
 def param_shapes(config: ModelConfig) -> Mapping[str, tuple[tuple[int, ...], tuple[str, ...], float]]:
-    """Declares a layer's leaves other than projections: (shape, logical axes, standard deviation of initial values)."""
+    """Declares a layer's leaves other than projections: (shape, logical axes, initial values as in `Param.std`)."""
     sizes = config.delta
     assert sizes is not None
     return {

@@ -367,7 +367,8 @@ def _rotary_dim(name: str, known: JsonObject, head_dim: int, where: str) -> int:
     turned = int(head_dim * share)
     if turned % 2 or not 0 < turned <= head_dim:
         raise ValueError(
-            f"{where} has partial_rotary_factor={share!r} and head_dim={head_dim}: their product must be even."
+            f"{where} has partial_rotary_factor={share!r} and head_dim={head_dim}: their product, rounded down, must "
+            "be even, above 0 and at most head_dim."
         )
     return turned
 

@@ -182,7 +182,7 @@ def _count(key: str, value: object, where: str) -> None:
 
 def _layers(key: str, value: object, where: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError(f"{where} has {key}={value!r}: it must be a number of layers.")
+        raise ValueError(f"{where} has {key}={value!r}: it must be a number of layers, 0 or more.")
 
 
 def _width(key: str, value: object, where: str) -> None:

@@ -54,13 +54,14 @@ def save(
       wanted: tensors to write; None for the tensors of a causal language model.
 
     Raises:
-      ValueError: the directory is not empty, the model has adapters, or weights cannot be written in this dtype.
+      ValueError: the directory is not empty; the model has adapters, or no config.json describes it; parameters have
+        another shape than the configuration; or weights cannot be written in this dtype.
     """
     if any(is_adapter(name) for stack in stacks_of(params["layers"], config) for name in stack):
         raise ValueError("A model with adapters cannot be saved as plain weights: merge it, or save the adapters.")
     name = np.dtype(dtype).name
     if name not in DTYPES:
-        raise ValueError(f"Weights cannot be written as {name}: one of {', '.join(DTYPES)}.")
+        raise ValueError(f"Weights cannot be written as {name}: use one of {', '.join(DTYPES)}.")
     raw = config_to_hf(config) | {"torch_dtype": name} | dict(fields or {})
     with finished_directory(directory, writes=is_writer(params)) as partial:
         write_entries(partial, wanted or entries(config), params, np.dtype(dtype), max_file_bytes=max_file_bytes)

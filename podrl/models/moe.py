@@ -50,7 +50,7 @@ _WEIGHTS = {
 
 
 def param_shapes(config: ModelConfig) -> Mapping[str, tuple[tuple[int, ...], tuple[str, ...], float]]:
-    """Declares the leaves of a layer's experts by name: (shape, logical axes, standard deviation of initial values).
+    """Declares the leaves of a layer's experts by name: (shape, logical axes, initial values as in `Param.std`).
 
     `expert_in` holds the gate and up projections as two matrices, which the TPU kernel takes without a copy. In one
     matrix, side by side in the last dimension, they would have to be copied for the kernel.
@@ -338,8 +338,8 @@ def feed_forward(
       tpu: True if the TPU kernel computes the products.
       route_BTk: recorded routes, see `route`; None lets all tokens choose.
       router_BTD: normalised residual stream that the router reads; None for `x_BTD`.
-      real_BT: False for tokens whose output nobody reads. No expert computes these tokens, and their output is 0. None
-        if all outputs are read.
+      real_BT: False for tokens whose output nobody reads. No routed expert computes these tokens; their output is 0, or
+        the shared expert's output if the layer has one. None if all outputs are read.
       balance: factor of `balance_loss`, which is a sum over the tokens; the backward pass adds the gradient of the
         product. None adds none.
 

@@ -203,8 +203,9 @@ def load_adapters(
       The configuration with adapters, and the parameter tree with adapters.
 
     Raises:
-      ValueError: see `read_lora_config`; also, adapter tensors are missing, unknown or of another shape than the base
-        model needs.
+      ValueError: see `read_lora_config`; also, there is no adapter_model.safetensors; the adapters match no projection
+        of the model; or tensors are missing, unknown, of another shape than the base model needs, not floating
+        point, or hold NaN or infinity.
     """
     directory = pathlib.Path(directory)
     lora = read_lora_config(directory)

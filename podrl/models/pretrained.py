@@ -26,6 +26,7 @@ class Decoder(nnx.Module):
     Attributes:
       config: architecture of the model, adapters included.
       weights: parameter tree of podrl/models/parameters.py, in which every leaf is an nnx.Param.
+      mesh: devices that hold the parameters.
       directory: directory that the parameters were loaded from; '' if they were not loaded from a directory.
     """
 
@@ -162,8 +163,9 @@ def check_positions(config: ModelConfig, prompt: int, longest: int, *, lower: st
         )
     if longest > config.max_length:
         _log.warning(
-            "A sample may have %d tokens (rollout.max_prompt_length + rollout.max_tokens_to_generate) and the model "
-            "was made for %d (max_position_embeddings in config.json): its text beyond that position is unreliable.",
+            "A sample may have %d tokens, prompt included, and the model was made for %d (max_position_embeddings in "
+            "config.json): its text beyond that position is unreliable. In a job, lower rollout.max_prompt_length, "
+            "rollout.max_tokens_to_generate or rollout.max_response_tokens.",
             longest,
             config.max_length,
         )

@@ -47,7 +47,7 @@ def _exchanged(run: Attend, axis: str, size: int) -> Attend:
     """Exchanges time for heads by an all-to-all, and back (DeepSpeed-Ulysses, arXiv 2309.14509).
 
     Each device attends over whole rows with 1/size of the query heads. If the number of key/value heads is not a
-    multiple of `size`, each head is repeated until it is.
+    multiple of `size`, each key/value head is repeated the fewest times that make it one.
     """
 
     def to_heads(x_BTNH: Array) -> Array:

@@ -75,9 +75,9 @@ class RLTrainingConfig(AdamSettings):
         gradient is the same, except that dropout in adapters drops the same inputs of a shared token for all samples.
       param_dtype: storage type of trainable parameters. With bfloat16, podrl's AdamW keeps a float32 master copy.
       dtype: compute dtype; softmax, norms and log-probabilities are float32 in any case.
-      remat: values that the backward pass recomputes: 'none'; 'dots', all but the outputs of projections and attention,
-        which is fastest, also on CPU; 'full', whole layers; or 'offload', the same values as 'dots', with the kept
-        values in the host's memory (this saves device memory on TPU and GPU, and nothing on CPU).
+      remat: values that the backward pass recomputes: 'none'; 'dots', all but the outputs of projections, attention and
+        experts, which is fastest, also on CPU; 'full', whole layers; or 'offload', the same values as 'dots', with the
+        kept values in the host's memory (this saves device memory on TPU and GPU, and nothing on CPU).
       offload: 'optimizer' keeps AdamW's moments, and its float32 copy of bfloat16 parameters, in the host's memory; an
         update moves them to the devices and back in parts, such as a layer. The arithmetic is the same, though CPUs and
         GPUs may round the last bit in other places. 'reference' keeps the weights of the reference (or of the teacher
@@ -150,7 +150,8 @@ class RLTrainingConfig(AdamSettings):
         """Returns the actor's optimizer: `actor_optimizer`, or AdamW with a schedule over `max_steps` updates.
 
         Raises:
-          ValueError: the schedule decays or warms up, and `max_steps` is None.
+          ValueError: the schedule decays or warms up, and `max_steps` is None; or it decays, and the warm-up takes all
+            updates.
         """
         if self.actor_optimizer is not None:
             return Optimizer(self.actor_optimizer)

@@ -97,8 +97,8 @@ def bound(value: Any, arguments: Mapping[str, object], key: str, reserved: tuple
       reserved: names of the arrays that podrl passes by keyword.
 
     Raises:
-      ValueError: there is no such function, or `arguments` has a name that the function lacks or a value that is not a
-        number.
+      ValueError: there is no such function; a keyword of the function has no number as default (`numbers`); or
+        `arguments` is no mapping, or has a name that the function lacks or a value that is not a number.
     """
     function = found(value, key)
     own = numbers(function, key, reserved)

@@ -60,8 +60,9 @@ def teacher_parts(how: Distillation, forward: Forward, teacher: ModelConfig) -> 
     ids = forward.config.vocab_size
     if teacher.vocab_size < ids:
         raise ValueError(
-            f"grpo.teacher_kl={how.kl!r} compares all {ids} token ids of the policy, but the teacher has only "
-            f"{teacher.vocab_size}: set model.reference to a teacher with all ids, or set grpo.teacher_kl='sampled'."
+            f"grpo.teacher_kl={how.kl!r} needs the teacher's probability of any of the {ids} token ids of the policy, "
+            f"but the teacher has only {teacher.vocab_size}: set model.reference to a teacher with all ids, or set "
+            "grpo.teacher_kl='sampled'."
         )
     trunk = Trunk(config=teacher, mesh=forward.mesh, dtype=forward.dtype)
     if how.kl == "full":

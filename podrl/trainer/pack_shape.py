@@ -139,8 +139,8 @@ def pack_shape(
         raise ValueError(f"trainer.max_tokens_per_row={tokens} must be a multiple of the mesh's seq={parts}.")
     if 0 < limit < tokens:
         raise ValueError(
-            f"trainer.max_seq_token_per_tpu={limit // parts} cannot hold a packed row of {tokens} tokens: raise it, or "
-            "lower trainer.max_tokens_per_row."
+            f"trainer.max_seq_token_per_tpu={limit // parts} cannot hold a packed row of {tokens} tokens (or, "
+            "with seq, a device's part of it): raise it, or lower trainer.max_tokens_per_row or the length of sequences."
         )
     full = parts * (_SHARING_TOKENS if shared and kind == "cpu" else _DEVICE_TOKENS[kind])
     per_device = max(1, (limit or full) // tokens)

@@ -331,7 +331,7 @@ def place(length_B: Int[np.ndarray, " B"], shape: PackShape, prefixes: SharedPre
 
 
 def place_samples(rollouts: Rollouts, chosen_n: Int[np.ndarray, " n"], shape: PackShape) -> Placement:
-    """Places the samples at `chosen_n` as `place` does; samples of one prompt share its tokens.
+    """Places the samples at `chosen_n` as `place` does; samples of one prompt share its tokens if the shape allows it.
 
     Each piece of a sample is a sequence, and may lie in another row than the sample's other pieces. If `shape.tree` is
     set, the pieces of a group share their common prefixes. If `shape.whole` is set, all pieces of a sample lie in one
@@ -412,7 +412,7 @@ class _Forest:
     Attributes:
       pieces: the sequences to place, followed by one sequence for each prompt that samples share.
       families: numbers of the sequences that may share tokens, in the order in which rows take them. A family is a list
-        of units, whose sequences lie in one row.
+        of units; all sequences of one unit lie in one row.
       like_B: for each sequence, the sequence with which it has the longest common prefix: an earlier sequence of its
         family, or the family's prompt; -1 for none.
       alike_B: number of tokens in this common prefix.

@@ -100,7 +100,7 @@ def init_train_state(trainable: PyTree, optimizer: Optimizer, mesh: Mesh) -> Tra
       ValueError: the optimizer's state belongs in the host's memory, which the devices cannot reach.
     """
     if optimizer.on_host:
-        offload.check(mesh, "trainer.offload='optimizer'", "set trainer.offload='none'.")
+        offload.check(mesh, "trainer.offload='optimizer' (or 'all')", "set trainer.offload='none'.")
     abstract = abstract_train_state(jax.tree.map(_abstract, trainable), optimizer, mesh)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract.opt_state)
     opt_state = jax.jit(optimizer.transform.init, out_shardings=shardings)(trainable)

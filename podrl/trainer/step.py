@@ -106,15 +106,17 @@ def make_update(
     losses that rank the tokens of a micro-batch (`PolicyLoss.batch_dependent`). The number of filled micro-batches is
     an argument of the compiled program, so it may vary without a new compilation.
 
-    If the model is small (`_SMALL_BYTES`) and the mesh cuts only rows, every device gets a copy of the parameters and
-    adds up the gradients of its own rows over all micro-batches, and the devices exchange their sums once. Otherwise
-    they exchange parameters and gradients in every micro-batch.
+    If the model is small (`_SMALL_BYTES`), the mesh cuts only rows, and the loss is a sum over rows (`by_row`, without
+    `balanced`), every device gets a copy of the parameters and adds up the gradients of its own rows over all
+    micro-batches, and the devices exchange their sums once. Otherwise they exchange parameters and gradients in every
+    micro-batch.
 
     An update whose gradient or loss is not finite is skipped: parameters and optimizer state keep their values, and
     `{prefix}/nonfinite` is 1. The step counter still rises.
 
-    The random numbers of a forward pass depend only on (seed, step, micro-batch), so a resumed run draws the numbers
-    that it would have drawn without the interruption.
+    The random numbers of a forward pass depend only on (seed, step, micro-batch), and on the device's place in the mesh
+    if each device adds up its own gradients. So a run resumed on the same mesh draws the numbers that it would have
+    drawn without the interruption.
 
     Metrics (float32 scalars): the objective's metrics, `{prefix}/grad_norm` (before clipping), `{prefix}/lr` if the
     optimizer's schedule is known, and `{prefix}/nonfinite`.

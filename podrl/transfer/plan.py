@@ -26,8 +26,8 @@ from jaxtyping import Int
 
 from podrl.types import PyTree
 
-# Bytes that a device stages (holds in buffers of a move) at once. On CPU they are few enough to stay in its caches;
-# elsewhere they are enough to pay for the start of a transfer.
+# Bytes that a device stages (holds in buffers of a move) for one bucket. On CPU they are few enough to stay in its
+# caches; elsewhere they are enough to pay for the start of a transfer.
 _BUCKET_BYTES = {"cpu": 16 << 20}
 DEFAULT_BUCKET_BYTES = 64 << 20
 # The in-place transport stages nothing. Starting its programs takes a tenth of a move. Larger buckets mean fewer
@@ -206,7 +206,8 @@ class TransferPlan:
       treedef: structure of the tree.
       leaves: plans of the leaves, in flattening order.
       buckets: the buckets, in the order in which they move.
-      bucket_bytes: bound on the bytes that one device stages at once; the buckets were made for this bound.
+      bucket_bytes: bound on the bytes that one device stages for a bucket. Up to `Transport.in_flight` buckets are
+        staged at once.
     """
 
     treedef: Any
@@ -290,7 +291,7 @@ class TransferPlan:
 
 
 def default_bucket_bytes(targets: Sequence[Sharding], sources: Sequence[Sharding] = ()) -> int:
-    """Returns the bytes that a device may stage at once, by platform of the targets.
+    """Returns the bytes that a device may stage for one bucket, by platform of the targets.
 
     Give `sources` only if this process can address all devices of both meshes.
     """
@@ -329,11 +330,12 @@ def make_plan(
       target: tree of the same structure whose leaves are shardings or `ShardLayout`s.
       dtype: type that floating-point leaves are cast to before they move; None keeps their type. Other leaves are never
         cast.
-      bucket_bytes: bound on the bytes that a device stages at once.
+      bucket_bytes: bound on the bytes that a device stages for a bucket.
       paths: names of the leaves in messages; None to use their places in `source`.
 
     Raises:
-      ValueError: the trees have different structures, or a dimension of a leaf does not divide into its shards.
+      ValueError: the trees have different structures, a dimension of a leaf does not divide into its shards, or a leaf
+        has a sharding of another kind than NamedSharding or SingleDeviceSharding.
     """
     leaves, treedef = jax.tree.flatten(source)
     targets, target_treedef = jax.tree.flatten(target)

@@ -112,14 +112,14 @@ class Publisher:
           target_shardings: tree with one NamedSharding per leaf, all on one mesh, which may share devices with the
             source mesh.
           target_dtype: type that floating-point leaves are cast to before they move; None keeps their type.
-          bucket_bytes: bound on the bytes that a device stages at once; None chooses 16 MiB on CPU (32 MiB inside one
-            process), 64 MiB elsewhere.
+          bucket_bytes: bound on the bytes that a device stages for a bucket, of which a few move at once; None chooses
+            16 MiB on CPU (32 MiB inside one process), 64 MiB elsewhere.
           transport: 'auto', or 'collective' to use the transport of several processes inside one process; the meshes
             must then be disjoint.
 
         Raises:
-          ValueError: the trees have different structures, one side lies on several meshes, or a dimension of a leaf
-            does not divide into its shards.
+          ValueError: the trees have different structures, one side lies on several meshes, a dimension of a leaf does
+            not divide into its shards, or the meshes of a collective transport share devices.
         """
         leaves, treedef = jax.tree.flatten(source)
         sources = [leaf.sharding for leaf in leaves]
@@ -163,7 +163,8 @@ class Publisher:
         Raises:
           ValueError: the parameters, or the weights to replace, do not have the structure, shapes, dtypes and shardings
             of the plan.
-          WeightMismatchError: a leaf arrived changed, or the trainer sent another version.
+          WeightMismatchError: replicas of a leaf differ on the trainer mesh, a leaf arrived changed, or the trainer
+            sent another version.
         """
         leaves, sums_Wl = None, None
         if params is not None:
@@ -191,5 +192,6 @@ class Publisher:
 
         Raises:
           WeightMismatchError: the version was not published or is too old, or leaves differ; the error names them.
+          ValueError: the weights do not have the structure, shapes, dtypes and shardings of the plan.
         """
         self._ledger.verify(policy)

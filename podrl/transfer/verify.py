@@ -92,7 +92,7 @@ class ExpectedLeaves:
             if leaf.shape != shape or leaf.dtype != dtype or not same_place:
                 raise ValueError(
                     f"{what}: leaf {path} is {leaf.dtype}{list(leaf.shape)} on {leaf.sharding}, but the plan has "
-                    f"{dtype}{list(shape)} on {sharding}: make a new Publisher for another layout."
+                    f"{dtype}{list(shape)} on {sharding}: another layout needs a new plan (Publisher or PullReceiver)."
                 )
         return leaves
 
@@ -147,12 +147,13 @@ class Ledger:
 
         Raises:
           WeightMismatchError: the version is not recorded, or leaves differ; the error names them.
+          ValueError: the weights do not have the structure, shapes, dtypes and shardings of the target.
         """
         if policy.version not in self._published:
             kept = ", ".join(map(str, self._published)) or "none"
             raise WeightMismatchError(
                 f"The policy has version {policy.version}, but the published versions are {kept}: roll out with a "
-                "policy that publish() returned."
+                "policy that publish() or receive() returned."
             )
         leaves = self._target.check(policy.params, "Weights")
         totals, torn = self._target.fold(self._target.sums(leaves))

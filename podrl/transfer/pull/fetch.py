@@ -84,8 +84,8 @@ class PullReceiver:
           VersionGoneError: the trainer no longer holds the version.
           TransferTimeoutError: the version was not offered or did not arrive in time.
           LateError: a trainer process did not answer at all; the error names the process and the request.
-          ValueError: trainer and rollout hold different models.
-          WeightMismatchError: a leaf arrived changed.
+          ValueError: trainer and rollout hold different models, or the weights to replace do not fit the target tree.
+          WeightMismatchError: a leaf arrived changed, or trainer processes have different checksums for the version.
         """
         if not self._shardings:
             return Policy(params=self._target.tree([]), version=version or 0)
@@ -141,6 +141,7 @@ class PullReceiver:
 
         Raises:
           WeightMismatchError: the version was not pulled or is too old, or leaves differ; the error names them.
+          ValueError: the weights do not have the structure, shapes, dtypes and shardings of the target tree.
         """
         self._ledger.verify(policy)
 

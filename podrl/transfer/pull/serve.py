@@ -125,7 +125,7 @@ class ServedTree:
           target_dtype: type that floating-point leaves are cast to before they move; None keeps their type.
           keep: number of versions that are kept for late receivers, including a version that is being copied. A version
             takes the tree's size in the target dtype, spread over the trainer mesh.
-          bucket_bytes: bound on the bytes that a device stages at once; None chooses it by platform.
+          bucket_bytes: bound on the bytes that a device stages for a bucket; None chooses it by platform.
           lease_s: seconds for which a version is kept after a receiver's last request for it.
 
         Raises:
@@ -219,8 +219,8 @@ class ServedTree:
           part: number of the part, if the bucket is one large leaf that moves in parts; 0 if leaves move whole.
 
         Returns:
-          A message with the boxes as bulk and the checksums of all leaves. If there are no boxes to send, a mapping
-          with the key 'rejoin' if the receiver is unknown, 'wait' if the version is not offered yet, or 'gone' if it is
+          A message with the boxes as bulk and the checksums of all leaves. If the bucket cannot be sent, a mapping with
+          the key 'rejoin' if the receiver is unknown, 'wait' if the version is not offered yet, or 'gone' if it is
           no longer offered.
         """
         with self._lock:
