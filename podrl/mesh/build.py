@@ -270,8 +270,8 @@ def local_mesh(mesh: Mesh, process: int, *, key: str = "mesh") -> Mesh:
         inner, mine = process_DX.shape[1], int((process_DX == process).sum())
         raise ValueError(
             f"{key}={describe_mesh(mesh)!r} gives a copy of the weights expert x fsdp x seq x tensor = {inner} "
-            f"devices, and process {process} has {mine}: one of these numbers must divide the other, so that no process "
-            "has parts of two copies."
+            f"devices, and process {process} has {mine}: one of these numbers must divide the other, so that no "
+            "process has parts of two copies."
         )
     return Mesh(mesh.devices[rows_D], mesh.axis_names)
 

@@ -81,7 +81,7 @@ def token_divergence(
         are 0 there.
       temperature: divisor of the capped logits of both models; positive.
       mesh: mesh that splits the arrays, see `podrl.trainer.logprob.token_logprobs`; None for one device.
-      chunk_elements: largest number of logits of both models on one device.
+      chunk_elements: largest number of logits of both models on one device, unless chunks of 128 ids have more.
     """
     half = chunk_elements // 2
     head, their_head = policy.head(temperature, mesh, half), teacher.head(temperature, mesh, half)
@@ -116,7 +116,7 @@ def chosen_logprobs(
       segment_BT: segment of each token, 0 on padding. Both results are 0 on padding and the first token of a segment.
       temperature: divisor of the capped logits; positive.
       mesh: mesh that splits the arrays; None for one device.
-      chunk_elements: largest number of logits on one device.
+      chunk_elements: largest number of logits on one device, unless a chunk of 128 ids has more.
     """
     head = model.head(temperature, mesh, chunk_elements)
     wanted_BTK = jnp.roll(id_BTK, -1, axis=1)
@@ -136,7 +136,7 @@ def top_ids(
       model: hidden states and output matrix of the model.
       k: number of ids, at most the number of ids in use.
       mesh: mesh that splits the arrays; None for one device.
-      chunk_elements: largest number of logits on one device.
+      chunk_elements: largest number of logits on one device, unless a chunk of 128 ids has more.
     """
     ids = model.matrix().shape[0]
     assert 0 < k <= ids, (k, ids)

@@ -140,7 +140,7 @@ def pack_shape(
     if 0 < limit < tokens:
         raise ValueError(
             f"trainer.max_seq_token_per_tpu={limit // parts} cannot hold a packed row of {tokens} tokens (or, "
-            "with seq, a device's part of it): raise it, or lower trainer.max_tokens_per_row or the length of sequences."
+            "with seq, a device's part of it): raise it, or lower trainer.max_tokens_per_row or the sequences' length."
         )
     full = parts * (_SHARING_TOKENS if shared and kind == "cpu" else _DEVICE_TOKENS[kind])
     per_device = max(1, (limit or full) // tokens)
