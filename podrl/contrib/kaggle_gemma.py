@@ -211,7 +211,9 @@ def main(argv: list[str]) -> int:
         "--size", required=True, help=f"one of {', '.join(READ)}; checkpoints with and without -it have the same size"
     )
     parser.add_argument("--out", required=True, help="the Hugging Face directory to write")
-    parser.add_argument("--tokenizer", default="", help="tokenizer.model; by default the one beside the checkpoint")
+    parser.add_argument(
+        "--tokenizer", default="", help="tokenizer.model; by default it is looked for in --checkpoint and above"
+    )
     args = parser.parse_args(argv)
     try:
         convert(args.checkpoint, args.size, args.out, args.tokenizer)

@@ -64,6 +64,8 @@ def turns(
 ) -> Example | TooLong:
     """Encodes a conversation as an example in which the assistant's turns from message `first` on are learned.
 
+    A turn whose 'weight' is 0 is not learned.
+
     Args:
       messages: the conversation, in a form that podrl.data.shape.turns_fault has accepted.
       tokenizer: tokenizer of the model that learns, with its chat template.

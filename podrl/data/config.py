@@ -137,7 +137,7 @@ class DataConfig:
         answer is {answer}.'. A hint with {prompt} replaces the question. '' for none.
       template: form of a prompt: 'chat' writes turns by the model's chat template, 'plain' is for a model without a
         chat template.
-      seed: seed of the shuffling, and of generated problems.
+      seed: seed of the shuffling, of generated problems, and of the choice by a source's `count` or `fraction`.
       shuffle: True if every epoch has a new order; False keeps the order of the file.
       long_prompts: treatment of a prompt longer than rollout.max_prompt_length: 'skip' leaves it out and counts it,
         'error' ends the run with an error.
@@ -145,7 +145,7 @@ class DataConfig:
       arguments: settings of a dataset of reasoning-gym by name, such as {'max_terms': 3}; its seed and size come from
         this section.
       cache: directory, local or gs://, that keeps transformed records and the results of reading large files. 'auto'
-        is a directory under ~/.cache; '' keeps nothing after the run.
+        is a directory under $XDG_CACHE_HOME or ~/.cache; '' keeps nothing after the run.
       curriculum: choice of prompts by how often their samples pass.
     """
 

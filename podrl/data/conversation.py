@@ -59,7 +59,8 @@ def parts(
 ) -> list[TextPart]:
     """Renders a conversation as parts whose texts join to the template's text; the assistant's turns are learned.
 
-    The last part has `ends` set if it is a turn of the assistant after which the template writes no end mark.
+    A turn whose 'weight' is 0 is not learned. The last part has `ends` set if it is a turn of the assistant after which
+    the template writes no end mark.
 
     Args:
       tokenizer: tokenizer whose chat template writes the text.

@@ -238,7 +238,7 @@ def _file(config: DataConfig, source: SourceConfig | None, cache: Cache, form: F
     if is_held.all():
         raise ValueError(
             f"data.eval_fraction={config.eval_fraction} holds out all of the records of {config.path}, {len(is_held)} "
-            "in number, so that no record of data.path is left to train on: lower it, or give data.eval_path."
+            "in number, so that none of them is left to train on: lower it, or give data.eval_path."
         )
     return _File(records, dropped, notes.hashes, is_held, unanswered)
 

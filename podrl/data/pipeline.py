@@ -294,7 +294,8 @@ def longest_prompt(config: DataConfig, tokenizer: Tokenizer, *, look: int = 8192
     if found.tokens > _OUTLIER * found.usual:
         _log.warning(
             "The longest prompt has %d tokens (rounded up); 99 of 100 have at most %d. It begins %r. Buffers have room "
-            "for the longest: --config.rollout.max_prompt_length=%d leaves longer prompts out, and counts them.",
+            "for the longest: --config.rollout.max_prompt_length=%d leaves longer prompts out and counts them, "
+            "unless data.long_prompts is 'error'.",
             *(found.tokens, found.usual, found.text, found.usual),
         )
     return found.tokens

@@ -1,6 +1,6 @@
 """The process that writes problems of reasoning-gym: `python -m podrl.data.reasoning_worker`, for podrl.data.reasoning.
 
-The problem at an index is a function of the dataset's name, its arguments, the seed, the size and the index.
+The problem at an index is a function of the dataset's name, its arguments, the seed, the size, the split and the index.
 """
 
 import difflib

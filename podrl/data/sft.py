@@ -105,10 +105,10 @@ class SFTStream(BatchStream[Example]):
         Args:
           data: settings of the records: an embedded task, or a file. Each record of a file has one of three forms.
             'messages' is a conversation, rendered by the model's chat template with the schemas in 'tools', if any;
-            every turn of the assistant is learned. 'prompt' and 'completion' are texts, used as they are, or turns; the
-            completion is learned. data.question_field and data.answer_field are a question and its answer; the answer
-            is learned in one of the forms of `forms`. If all records of a file have data.answer_field, the questions
-            that an evaluation uses are left out.
+            every turn of the assistant is learned, unless its 'weight' is 0. 'prompt' and 'completion' are texts, used
+            as they are, or turns; the completion is learned. data.question_field and data.answer_field are a question
+            and its answer; the answer is learned in one of the forms of `forms`. If all records of a file have
+            data.answer_field, the questions that an evaluation uses are left out.
           config: settings of the examples.
           tokenizer: tokenizer of the model that learns.
           shard_index: index of the part of each batch that this process keeps, from 0.

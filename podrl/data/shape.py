@@ -101,7 +101,9 @@ def check(
         if not conversation(record, name):
             raise ValueError(f"{place}: {name!r} holds only the assistant's turn: put a user's turn before it.")
     elif not is_text(value) or (name == "prompt" and not isinstance(value, str)):
-        raise ValueError(f"{place}: {name!r} is {value!r} but must be text that is not empty, or a number.")
+        raise ValueError(
+            f"{place}: {name!r} is {value!r} but must be text that is not blank, or (not in 'prompt') a number."
+        )
 
 
 def turns_fault(turns: object, *, tools: object = None) -> str:

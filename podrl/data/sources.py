@@ -280,6 +280,8 @@ def _read(path: str, one_of: Sequence[str], accept: Check, split: str, cache: Re
 def identity(path: str, split: str = "") -> tuple[object, ...]:
     """Identifies the content of a path's files: the result changes if a file's name, size or time changes.
 
+    The result is () for 'tfds:' and for '', which name no files.
+
     Raises:
       FileNotFoundError: nothing matches the path.
     """

@@ -326,6 +326,7 @@ class BatchStream(Generic[Item]):
 
         Raises:
           BatchError: a record cannot be prepared; the message names its place.
+          ValueError: all records of the only source, or too many in a row, are too long.
         """
         self._stream.look(most)
 
@@ -337,6 +338,7 @@ class BatchStream(Generic[Item]):
         """Continues after the batch with this `data_state`.
 
         Raises:
-          ValueError: the state belongs to other sources, another number of records, another seed or other tools.
+          ValueError: the state belongs to other sources, another number of records, another seed or other tools, or
+            only one of the two streams has a curriculum.
         """
         self._stream.restore(state)

@@ -74,7 +74,8 @@ class Tokenizer:
       eos_ids: every id that ends a completion, the chat template's included; the tokenizer's own end token is first.
       turn_end_id: id that ends the model's turn: the mark that the chat template writes after the turn, else the first
         end id.
-      tools: schemas of the functions that the model may call; the chat template writes them into every conversation.
+      tools: schemas of the functions that the model may call; the chat template gets them with every conversation that
+        brings no schemas of its own.
     """
 
     def __init__(self, directory: str | epath.PathLike, *, tools: Sequence[ToolSchema] = ()) -> None:
@@ -197,6 +198,8 @@ class Tokenizer:
 
     def encode_plain(self, text: str, *, behind: int = ORDINARY) -> list[int]:
         """Encodes text of unknown origin, such as a tool's output: special tokens written in it stay text.
+
+        A single character that is a special token cannot stay text and is dropped.
 
         Args:
           text: text to encode.

@@ -1,7 +1,7 @@
 """Transforms a source's records before they are used: renames fields, drops by length, maps by a user's function.
 
 Transformed records are written to the cache as JSON lines. They are written again when the content of the source's
-files, the transforms, or the file of the user's function has changed.
+files, the transforms, the file of the user's function, or the code of podrl.data has changed.
 """
 
 import collections

@@ -13,8 +13,8 @@ def closed_answer(completion: str) -> str | None:
 
 
 def last_answer(completion: str) -> str | None:
-    """Returns the text in the last pair of answer tags, else the text after the last opening tag; None without a
-    tag."""
+    """Returns the text in the last pair of answer tags, else the text after the last opening tag; None without an
+    opening tag."""
     closed = closed_answer(completion)
     _, opened, rest = completion.rpartition(_OPENED)
     return closed if closed is not None or not opened else rest

@@ -91,7 +91,7 @@ class RewardCall:
         except (TypeError, ValueError) as error:
             raise RewardError(
                 f"The data's fields {', '.join(self.fields)} cannot be sent to reward workers: {error}. Fields must be "
-                "text, numbers, or lists and mappings of them."
+                "text, numbers, true, false, null, or lists and mappings of them."
             ) from error
 
     def show(self, index: int) -> str:

@@ -64,7 +64,7 @@ class RewardConfig:
         in a call of its own. A sample whose own call takes longer gets the reward of an empty completion. A function
         without a file and a name runs in the job's process, and a late call of it ends the job. If a service that a
         function needs cannot be reached, the function is called again until this time has passed.
-      workers: number of processes that run the functions.
+      workers: number of processes that run the functions; if `calls` is 'batch', at most one for each function.
       dataset_field: name of the field with the name of a record's data set.
       model: directory of a reward model (sequence classification with one label), whose score is added; '' for none.
       model_weight: weight of the reward model's score.
@@ -101,7 +101,7 @@ class RewardConfig:
             )
 
     def check_names(self, key: str = "reward.fns") -> None:
-        """Raises ValueError if a function's name is not known, or its file or module does not exist.
+        """Raises ValueError if a function's name is not known, its file does not exist, or the judge has no URL.
 
         Args:
           key: name of the setting that holds the functions, for the message.
@@ -110,14 +110,15 @@ class RewardConfig:
             _resolve(fn, self, key)
 
     def require(self, *, environment: bool) -> None:
-        """Raises ValueError if no function, model or environment gives rewards, or if a function lacks a weight."""
+        """Raises ValueError if no function, model or environment gives rewards, or weights do not match functions."""
         self.check_weights()
         if not self.fns and not self.model and not environment:
             raise ValueError("reward.fns is empty: name at least one reward function, or a reward.model.")
 
 
 class RewardServiceError(RewardError, ServiceError):
-    """A service that a reward function needs could not be reached until the deadline, so the samples have no reward."""
+    """Samples have no reward, although their function may be right: a service that it needs could not be reached until
+    the deadline, or its workers were killed from outside."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,7 +148,7 @@ class _Function:
     @property
     def key(self) -> str:
         """Key of the configuration that names the function."""
-        return "reward.fns" if self.general else "reward of data.sources or eval.sets"
+        return "reward.fns" if self.general else "reward.named, or reward of data.sources or eval.sets"
 
     @property
     def label(self) -> str:
@@ -257,7 +258,7 @@ class Rewards:
         self.close()
 
     def check_answers(self, unanswered: Sequence[tuple[str, Sequence[str]]]) -> None:
-        """Refuses records without answers if a function needs answers.
+        """Refuses records without answers if a function needs answers; functions for one data set are not checked.
 
         Args:
           unanswered: for each source that has a record without an answer: (text that names the record and its fields,
@@ -271,8 +272,9 @@ class Rewards:
             scored = [f for f in self._functions if f.scores(own) and not f.dataset]
             if asking := [f.name for f in scored if "answer" in needs[f.name]]:
                 raise ValueError(
-                    f"{place}, and {', '.join(asking)} of reward.fns {'reads' if len(asking) == 1 else 'read'} an "
-                    "answer: name the field that holds it in data.answer_field, or choose rewards that read no answer."
+                    f"{place}, and {', '.join(asking)} (reward.fns, or the source's reward) "
+                    f"{'reads' if len(asking) == 1 else 'read'} an answer: name the field that holds it in "
+                    "data.answer_field, or choose rewards that read no answer."
                 )
 
     def check_fields(
@@ -362,7 +364,7 @@ class Rewards:
         """Tries the user's own functions on two completions of a record, one of them empty.
 
         A late function or a dead worker is only a warning here, because a first call may take long (to load a model,
-        for example). The run calls the function again, and then raises an error that says more.
+        for example). The run calls the function again; if it fails again, the run's warning or error says more.
 
         Args:
           prompt: the record's prompt as text.
@@ -596,8 +598,8 @@ class Rewards:
                 "Is there memory left on this host (dmesg)? Lower reward.workers or reward.limits.memory_mb."
             )
         return RewardError(
-            f"Reward function {function.name} gave no rewards for {what}: {error} Make it faster, or raise "
-            f"reward.deadline_s={self._config.deadline_s:g}."
+            f"Reward function {function.name} gave no rewards for {what}: {error} If it is slow, make it faster, or "
+            f"raise reward.deadline_s={self._config.deadline_s:g}."
         )
 
     def take_late(self) -> int:
@@ -811,7 +813,8 @@ def _resolve(fn: str | Callable[..., Any], config: RewardConfig, key: str) -> _F
       key: key of the configuration that names the function, for errors.
 
     Raises:
-      ValueError: the name is neither built in nor of a known form, or its file does not exist.
+      ValueError: `fn` is neither a function nor a name, the name is neither built in nor of a known form, its file does
+        not exist, or reward.judge.url is missing.
     """
     if not isinstance(fn, str):
         if not callable(fn):

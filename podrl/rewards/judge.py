@@ -91,7 +91,7 @@ class JudgeConfig:
 
 
 class JudgeError(RuntimeError):
-    """The judge gave no score; the message quotes its reply."""
+    """The judge gave no score; the message has the last reply or error."""
 
 
 def judge(
@@ -118,8 +118,10 @@ def judge(
       One score per completion, divided by `config.max_score`.
 
     Raises:
-      JudgeError: a completion has no score after all retries; the error never becomes a reward of 0.
-      ServiceError: the judge could not be reached until the deadline.
+      JudgeError: a completion has no score after all retries, or the endpoint refuses a request, such as for a wrong
+        token or model. The error never becomes a reward of 0.
+      ServiceError: a completion has no score at the deadline, mostly because the judge was busy or could not be
+        reached.
     """
     shown = [
         {"prompt": prompt, "completion": completion, "answer": answer}
@@ -141,7 +143,8 @@ def judge_by_rubric(
 
     Args:
       prompts, completions, answers, config, deadline_s: arguments of `judge`.
-      rubrics: criteria of each sample, in the form of `JudgeConfig.rubric`; None takes `JudgeConfig.criteria`.
+      rubrics: criteria of each sample, in the form of `JudgeConfig.rubric`; None or an empty list takes
+        `JudgeConfig.criteria`.
 
     Returns:
       For each completion, the weighted sum of its scores (0 to 1 each), divided by the sum of the positive weights. The
@@ -172,7 +175,7 @@ def _criteria(rubric: Any, config: JudgeConfig) -> list[tuple[str, float]]:
         if not isinstance(known.get("criterion"), str) or not isinstance(weight, int | float) or not abs(weight) < 1e9:
             raise ValueError(
                 f"the rubric {str(rubric)[:_SHOWN]!r} (field reward.judge.rubric={config.rubric!r}) must be a list of "
-                'texts, or of {"criterion": text, "weight": number}'
+                'texts, or of {"criterion": text, "weight": number between -1e9 and 1e9}'
             )
         found.append((known["criterion"], float(weight)))
     found = found or config.default_rubric()

@@ -134,6 +134,7 @@ def json_schema(answer: str, schema: object, config: TextConfig) -> float:
     Raises:
       ImportError: jsonschema is not installed.
       ValueError: the schema is not a JSON schema, or refers to itself endlessly.
+      referencing.exceptions.Unresolvable: the schema refers to another document, or to a part that it does not have.
     """
     del config
     fenced = _FENCE.match(answer)

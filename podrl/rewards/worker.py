@@ -69,7 +69,7 @@ def needs(fn: Callable[..., object]) -> list[str]:
 
 
 def options(fn: Callable[..., object]) -> list[str]:
-    """Names the record fields that a reward function can do without: its arguments with the default None."""
+    """Names the arguments of a reward function with the default None; each stands for a field that records may lack."""
     return [p.name for p in _of_fields(fn) if p.default is None]
 
 

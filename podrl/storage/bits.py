@@ -82,7 +82,7 @@ def _compiled(
 ) -> Callable[[Array], Array]:
     """Compiles a program that returns the sum of each device's shard of a leaf, on that device.
 
-    If several devices hold copies of a shard, the sum of all copies but one is 0.
+    If several devices hold copies of a shard, one of them returns the sum, and each of the others returns 0.
 
     A leaf in the host's memory (`hosted`) is copied to its devices first.
 
@@ -197,7 +197,7 @@ def _weights(d: int, size: int, start: ArrayLike) -> UInt32[Array, " i"]:
 
 def _words(x: Array) -> UInt32[Array, "..."]:
     """Returns the bit pattern of every element; a 64-bit element becomes the weighted sum of its two halves."""
-    if x.dtype in (jnp.bool_, jnp.int4, jnp.uint4):  # elements of less than a byte: each value serves as a word
+    if x.dtype in (jnp.bool_, jnp.int4, jnp.uint4):  # bools and halves of a byte: each value serves as a word
         return x.astype(jnp.uint32)
     if x.dtype.itemsize == 8:
         halves = jax.lax.bitcast_convert_type(x, jnp.uint32)

@@ -121,6 +121,11 @@ def pinned(values: ConfigValues, recorded: ConfigValues) -> ConfigValues:
 
     Returns:
       A copy of the configuration.
+
+    Raises:
+      ValueError: the hub has no such repository or revision, or this account may not read it.
+      StorageError: the hub cannot be reached, and the cache does not know the commit.
+      ImportError: huggingface_hub is not installed.
     """
     return renamed(values, {key: _pin(text, _at(recorded, key)) for key, text in names(values).items()})
 
@@ -304,6 +309,7 @@ def _explained(error: BaseException, name: Name) -> Exception:
             f"(set HF_TOKEN){token}."
         )
     return StorageError(
-        f"{name.repo} is not a directory here, and the hub did not give it whole at {name.revision} "
-        f"({type(error).__name__}: {first_line(error)}). The same command goes on with the download."
+        f"{name.repo} is not a directory here, and a request to the hub for {name.revision} failed "
+        f"({type(error).__name__}: {first_line(error)}). The same command tries again; a download goes on where it "
+        "stopped."
     )

@@ -21,7 +21,8 @@ _RETRY_S = 5.0
 class Mirror:
     """Copies the files of `local` to a bucket every 30 s, about a second after `hurry`, and at once on `push`.
 
-    A file that is removed from `local` after it was copied is removed from the bucket.
+    A file that is removed from `local` after it was copied is removed from the bucket. Symbolic links and files that
+    end in .tmp are not copied.
 
     Attributes:
       remote: the directory in the bucket.
@@ -75,7 +76,10 @@ class Mirror:
             self._changed.notify_all()
 
     def push(self, wait_s: float) -> bool:
-        """Copies all changes made so far; returns False if the copy did not succeed within `wait_s` seconds."""
+        """Copies all changes made so far; returns False if the copy did not succeed within `wait_s` seconds.
+
+        Before `start` it copies nothing and returns True.
+        """
         if self._thread is None:
             return True
         with self._changed:

@@ -53,8 +53,8 @@ def load_object(file: pathlib.Path | epath.Path) -> JsonObject:
     """Reads the JSON object that a user's file holds.
 
     Raises:
-      ValueError: the file is not text in UTF-8, not JSON, or not an object; the error names the file, and the line if
-        it is known.
+      ValueError: the file is a pipe, a device or a socket, is not text in UTF-8, not JSON, not an object, or has a key
+        twice in an object; the error names the file, and the line if it is known.
     """
     try:
         content = load_json(regular(file).read_bytes())
@@ -63,7 +63,7 @@ def load_object(file: pathlib.Path | epath.Path) -> JsonObject:
     except json.JSONDecodeError as error:
         raise ValueError(f"{file} line {error.lineno} is not JSON: {error.msg}.") from None
     except ValueError as error:
-        raise ValueError(f"{file} is not JSON: {error}.") from None
+        raise ValueError(f"{file} cannot be read as JSON: {error}.") from None
     if not isinstance(content, dict):
         raise ValueError(f"{file} holds a {type(content).__name__}, not an object.")
     return content

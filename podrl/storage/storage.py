@@ -191,7 +191,7 @@ def sync_directory(directory: pathlib.Path) -> None:
 
 
 def disk_trouble(error: BaseException) -> str:
-    """Describes a full or read-only disk in one sentence; '' for any other error."""
+    """Describes a disk that is full, over quota or read-only, or takes no file that large; '' for other errors."""
     if not isinstance(error, OSError) or error.errno not in _DISK:
         return ""
     place = f" ({error.filename})" if error.filename else ""

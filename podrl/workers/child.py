@@ -29,8 +29,8 @@ def refuse_inside() -> None:
     """
     if os.environ.get(INSIDE):
         raise ValueError(
-            "A worker imported the file of a reward function, tool or environment, and that file started training: put "
-            "the training part of the script under `if __name__ == '__main__':`."
+            "A worker imported the file of a reward function, transform, tool or environment, and that file started "
+            "training: put the training part of the script under `if __name__ == '__main__':`."
         )
 
 

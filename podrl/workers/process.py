@@ -36,7 +36,7 @@ class LateWorkerError(Exception):
 
 
 class DiedError(Exception):
-    """A worker's process ended, or was asked to end, before it had answered a request."""
+    """A request has no answer: the worker's process ended, was asked to end, or wrote something else."""
 
 
 @functools.cache

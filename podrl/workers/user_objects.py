@@ -78,6 +78,7 @@ def load(spec: JsonObject) -> Any:
 
     Raises:
       LoadError: the module has no such object; the error lists its functions and classes, and names the closest one.
+      Exception: the module cannot be imported, or the file raised an error.
     """
     module = _run_file(spec["file"]) if "file" in spec else importlib.import_module(spec["module"])
     found: object = module

@@ -69,7 +69,7 @@ FILES = {
     "UTF-16": data("x.jsonl", GOOD.encode("utf-16"), ["x.jsonl line 1", "UTF-8"]),
     "null bytes": data("x.jsonl", b"\0" * 64, ["x.jsonl line 1", "not JSON"]),
     "compressed": data("x.jsonl", b"\x1f\x8b\x08\x00" + b"\xff" * 40, ["x.jsonl line 1", "UTF-8"]),
-    "lacks the answer": data("x.jsonl", _record(question="q"), ["x.jsonl line 1", "'answer'", "number of reward.fns"]),
+    "lacks the answer": data("x.jsonl", _record(question="q"), ["x.jsonl line 1", "'answer'", "number (reward.fns"]),
     "lacks the question": data("x.jsonl", _record(answer="1"), ["x.jsonl line 1", "'question'"]),
     "no field at all": data("x.jsonl", "{}\n", ["x.jsonl line 1", "'question'", "no fields"]),
     "null question": data("x.jsonl", _record(question=None, answer="1"), ["x.jsonl line 1", "'question'", "None"]),

@@ -61,7 +61,9 @@ def test_a_missing_answer_is_said_where_a_reward_needs_it(file):
     with Rewards(RewardConfig(fns=("exact_format", "number", _near))) as asking:
         asking.check_answers([])
         asking.check_answers([(unanswered[0][0], ["exact_format"])])  # the source's own rewards need no answer
-        with pytest.raises(ValueError, match=r"line 5 lacks 'answer' .*, and number, _near of reward\.fns read an"):
+        with pytest.raises(
+            ValueError, match=r"line 5 lacks 'answer' .*, and number, _near \(reward\.fns, .*\) read an"
+        ):
             asking.check_answers(unanswered)
 
 

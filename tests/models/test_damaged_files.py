@@ -211,7 +211,9 @@ def test_every_field_with_any_value_is_read_or_refused():
 )
 def test_a_config_that_is_no_object_is_refused(tmp_path, text):
     (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
-    with pytest.raises(ValueError, match=r"config\.json (holds a|line \d+ is not JSON|is not JSON|is not text)"):
+    with pytest.raises(
+        ValueError, match=r"config\.json (holds a|line \d+ is not JSON|cannot be read as JSON|is not text)"
+    ):
         read_config(tmp_path)
 
 

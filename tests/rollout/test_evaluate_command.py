@@ -127,7 +127,10 @@ def test_records_that_cannot_be_scored_are_named_before_anything_is_sampled(tmp_
     arguments = [f"--model={tmp_path}", f"--sets=one={sets}", f"--out={tmp_path / 'out'}"]
     for more, said in (
         ([], r"set\.jsonl line 2 lacks 'answer' \(it has question, and an empty 'answer'\): give it, name it by"),
-        (["--fns=number"], r"set\.jsonl line 2 lacks 'answer' .*number of reward\.fns reads an answer: name the field"),
+        (
+            ["--fns=number"],
+            r"set\.jsonl line 2 lacks 'answer' .*number \(reward\.fns, .*\) reads an answer: name the field",
+        ),
         (["--fns=regex"], r"set\.jsonl line 1 has no field 'pattern'"),
     ):
         assert evaluate.main([*arguments, *more]) == 1

@@ -187,7 +187,7 @@ def _compiled(source: str, what: str) -> CodeType:
     try:
         return compile(source, "test", "exec")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise TestError(f"the test {what!r} is not Python: {error}") from None
+        raise TestError(f"{what!r} of the record's tests is not Python: {error}") from None
 
 
 def _name(error: BaseException) -> str:

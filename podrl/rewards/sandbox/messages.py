@@ -7,8 +7,9 @@ class ProgramLimits(TypedDict):
     """The limits of every sandbox.
 
     Attributes:
-      memory_mb: largest address space of a process, in MiB.
-      cpu_s: longest CPU time of a program, in seconds.
+      memory_mb: largest address space of a process, in MiB; the process that runs the tests has additional room for the
+        text of the program and its tests.
+      cpu_s: longest CPU time of one run of a program, in seconds; a script runs once per test.
       wall_s: longest time of all tests of a program together, in seconds by the clock.
       threads: largest number of threads of a program besides its first thread.
       file_mb: longest file, and longest printed text, in MiB.
@@ -62,8 +63,9 @@ class Verdict(TypedDict):
     """The outcome of a program's tests.
 
     Attributes:
-      passed: True or False for every test that ran.
-      said: reason why the first of the failed tests failed; '' if no test failed.
+      passed: True or False for every test that ran; False for every test if the program or the set-up fails, or if the
+        program forges a message; empty if the sandbox ended without an answer, or with `error` or `refused`.
+      said: reason why the first of the failed tests failed, or why the sandbox gave no answer; '' for neither.
       unusable: complaint about a value that a test gave the program and that is not plain data; '' for none.
       error: reason why no program can pass the tests; absent if there is none.
       refused: reason why this host cannot isolate a program; absent if the host can.

@@ -24,7 +24,10 @@ class Reference:
 
 
 def encode(value: object, refer: Callable[[object], Reference]) -> object:
-    """Encodes a value for JSON. A value of a subclass of a plain type is sent as a value of the plain type.
+    """Encodes a value for JSON.
+
+    A value of a subclass of a plain type is sent as a value of the plain type, except that a value of a subclass of
+    bytearray is sent as bytes.
 
     Args:
       value: the value to send, of any type. A value that is not plain, by itself or in a container such as a list,
@@ -59,7 +62,7 @@ def decode(value: Any, resolve: Callable[[Reference], object]) -> Any:
       resolve: finds the object of a reference.
 
     Raises:
-      ValueError, TypeError, KeyError: `value` is not a result of `encode`.
+      ValueError, TypeError, LookupError, ArithmeticError: `value` is not a result of `encode`.
     """
     if isinstance(value, list):
         return [decode(one, resolve) for one in value]
@@ -89,7 +92,8 @@ def receive(channel: socket.socket) -> Any:
 
     Raises:
       EOFError: the other side has ended.
-      ValueError: the message is not JSON, or longer than 16 MiB.
+      TimeoutError: nothing came within the timeout of the socket.
+      ValueError, RecursionError: the message is not JSON, is longer than 16 MiB, or is nested too deeply.
     """
     (length,) = _LENGTH.unpack(_exactly(channel, _LENGTH.size))
     if length > _MOST:
