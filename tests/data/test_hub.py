@@ -165,7 +165,7 @@ def test_what_cannot_be_had_is_said_in_a_sentence(server, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "secret")
     assert pathlib.Path(hub.local("acme/tiny"), "config.json").exists()
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(StorageError, match="acme/other is not a directory here, and the hub did not give it"):
+    with pytest.raises(StorageError, match="acme/other is not a directory here, and a request to the hub for main"):
         hub.local("acme/other")
 
 
