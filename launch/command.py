@@ -144,7 +144,9 @@ def environment(pairs: Sequence[str]) -> dict[str, str]:
                 "every submission is given a new one. PODRL_SECRET_FILE may name a file of your own."
             )
         if not separator or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-            raise ValueError(f"--env={pair} must be NAME=VALUE.")
+            raise ValueError(
+                f"--env={pair} must be NAME=VALUE; NAME has letters, digits and '_', and begins with no digit."
+            )
         if re.search(r'["\\\n]', value):
             raise ValueError(
                 f"--env={name}=... holds a quote, backslash or newline: put such a value into a file instead."

@@ -165,7 +165,8 @@ def _merge_setting(document: dict[str, Any], setting: str) -> None:
         pods, of both roles unless 'trainer.' or 'rollout.' stands before it; VALUE is YAML.
 
     Raises:
-      ValueError: `setting` has another form, or its path leads through a value that is not a mapping.
+      ValueError: `setting` has another form, VALUE is not YAML, PATH leads into the list of jobs, or a value that is
+        not a list or a mapping would replace one.
     """
     import yaml
 
@@ -180,9 +181,9 @@ def _merge_setting(document: dict[str, Any], setting: str) -> None:
         places |= {name: [document[name]] for name in ("metadata", "spec")}
     if not separator or len(names) < 2 or names[0] not in places:
         raise ValueError(
-            f"--set={setting} must be PATH=VALUE, where PATH begins with metadata, spec, template or container, such "
-            "as --set=template.spec.priorityClassName=high. The prefix trainer. or rollout. before template or "
-            "container changes one role only."
+            f"--set={setting} must be PATH=VALUE, where PATH begins with metadata, spec, template or container and "
+            "names a key inside, such as --set=template.spec.priorityClassName=high. The prefix trainer. or rollout. "
+            "before template or container changes one role only."
         )
     for place in places[names[0]]:
         try:

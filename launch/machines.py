@@ -98,7 +98,7 @@ class Slices:
         if not self.machine.xpk_prefix or (self.machine.name, self.topology) == ("v5e", "2x2"):
             raise ValueError(
                 f"xpk 1.16 has no {self.machine.name}:{self.topology} ({self.machine.machine_type}): "
-                "use launch.gke, or a slice of at least 8 chips."
+                "use launch.gke, a slice of v6e, or one of v5e with at least 8 chips."
             )
         return f"{self.machine.xpk_prefix}-{self.topology}"
 

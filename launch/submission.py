@@ -98,7 +98,11 @@ class Code:
     def missing(self, path: str) -> str:
         """Explains why a relative path is not in the archive."""
         left_out = (self.directory / path).exists() and not posixpath.normpath(path).startswith("..")
-        reason = "which leaves it out (.gitignore, or the output of a run)" if left_out else "which has no such file"
+        reason = (
+            "which leaves it out (a .gitignore names it, its name is never sent, as .env, or it is the output of a run)"
+            if left_out
+            else "which has no such file"
+        )
         return f"--code={self.directory}, {reason}: relative paths are looked for there, and nowhere else"
 
 
@@ -109,8 +113,8 @@ def read_code(directory: str | os.PathLike) -> Code:
 
     Raises:
       ValueError: the directory does not exist, is empty, or holds more than CODE_BYTES or CODE_FILES. Or it holds a
-        directory `podrl`, a symbolic link out of the directory or to a file that is left out, or anything but files,
-        directories and links.
+        directory `podrl`; a symbolic link with an absolute path, out of the directory, to another link or to a file
+        that is left out; or anything but files, directories and links.
     """
     root = pathlib.Path(directory).expanduser()
     if not root.is_dir():
@@ -143,8 +147,9 @@ def read_code(directory: str | os.PathLike) -> Code:
         inside = posixpath.join(posixpath.dirname(name), target)
         if os.path.isabs(target) or not code.holds(inside) or posixpath.normpath(inside) in links:
             raise ValueError(
-                f"--code={directory}: {name} is a symbolic link to {target}, which is not a file or directory that "
-                "is sent with the job: copy the target into the directory, or leave the link out by a .gitignore."
+                f"--code={directory}: {name} is a symbolic link to {target}, which is not the relative path of a "
+                "file or directory that is sent with the job and is no link itself: copy the target into the "
+                "directory, or leave the link out by a .gitignore."
             )
     if not files:
         raise ValueError(f"--code={directory} has no file to send: everything in it is left out, or it is empty.")
@@ -264,8 +269,8 @@ def check_job(config: str, extra: Sequence[str], chips: Mapping[str, int], *, co
             meshes = {name: values.get(f"roles.{name}.mesh") for name in sizes if role in (name, "all")}
             meshes_text = " and ".join(f"roles.{name}.mesh={mesh}" for name, mesh in meshes.items())
             raise ValueError(
-                f"{meshes_text} take {need} chips, and the machines asked for have {chips[role]}: change the "
-                "meshes or the machines."
+                f"{meshes_text} take {need} chips, and the machines asked for have {chips[role]} (a "
+                "chip of tpu7x counts twice): change the meshes or the machines."
             )
 
 

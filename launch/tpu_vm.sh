@@ -187,7 +187,7 @@ start() {
   [[ -n $join ]] || url=$(python3 "$root/launch/submission.py" "${sent[@]}" -- "${podrl[@]}" 2>"$scratch/refused") || status=$?
   ((status != 3)) || die "$(cat "$scratch/refused")"
   if [[ -n $own_code ]]; then
-    ((!status)) || die "--code=$own_code needs Python 3.10 or later here, as python3: $(tail -n 1 "$scratch/refused")"
+    ((!status)) || die "--code=$own_code could not be packed; this needs Python 3.10 or later here, as python3: $(tail -n 1 "$scratch/refused")"
     run gcloud storage cp "$scratch/code.tar" "$url"
     podrl+=("--code=$url")
   fi

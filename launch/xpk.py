@@ -243,8 +243,9 @@ def run_xpk(words: Sequence[str], kubectl: str) -> int:
         exit_code = command.run(words, path=folder, missing=MISSING)
         if exit_code == 0 and not done.exists():
             sys.stderr.write(
-                "launch.xpk: xpk applied no JobSet by the kubectl that launch.xpk put on its PATH, so restarts after a "
-                f"preemption count towards --max_restarts. It must be xpk 1.16: {MISSING['xpk']}\n"
+                "launch.xpk: no JobSet got the rules of launch.xpk, so restarts after a preemption count towards "
+                "--max_restarts. Either xpk did not use the kubectl that launch.xpk put on its PATH, or its JobSet has "
+                f"another form than that of xpk 1.16: {MISSING['xpk']}\n"
             )
         return exit_code
 

@@ -114,7 +114,8 @@ COMMON_ADVICE = {
     "bf16": "trainer.dtype='bfloat16' computes in bfloat16, and trainer.param_dtype is the type of the weights.",
     "fp16": "podrl trains in float32 or bfloat16; trainer.dtype='bfloat16' computes in bfloat16.",
     "remove_unused_columns": "there is nothing to set; reward functions receive all fields of a record by name.",
-    "gradient_checkpointing": "trainer.remat says what the backward pass recomputes: 'none', 'dots' or 'full'.",
+    "gradient_checkpointing": "trainer.remat says what the backward pass recomputes: 'none', 'dots', 'full' or "
+    "'offload'.",
     "steps_per_generation": "trainer.mini_batch_size is the number of prompts of an update, each with its samples.",
     "scale_rewards": f"{_OF_GRPO} grpo.advantage_scale='std' (TRL's 'group'), 'batch' or 'none'.",
     "mask_truncated_completions": f"{_OF_GRPO} grpo.overlong_filter.",

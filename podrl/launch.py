@@ -123,7 +123,8 @@ _LOCAL = flags.DEFINE_integer(
 _FAKE = flags.DEFINE_integer(
     "fake_devices",
     None,
-    "Number of CPU devices that each process fakes; by default its share of config.fake_devices, at least one.",
+    "Number of CPU devices that each process fakes; by default config.fake_devices, with --local_processes "
+    "each process's share of it, at least one.",
 )
 _JOIN_S = flags.DEFINE_float(
     "join_s", joining.JOIN_S, "Seconds that processes wait at the start until all processes of the job are there."
@@ -131,8 +132,8 @@ _JOIN_S = flags.DEFINE_float(
 _RESTARTS = flags.DEFINE_integer(
     "restarts",
     local_pod.RESTARTS,
-    "How often --local_processes restarts dead rollout hosts with --topology=split. After that the run goes on with "
-    "the other hosts.",
+    "How often --local_processes restarts dead rollout and evaluation hosts with --topology=split. After that the run "
+    "goes on with the other hosts.",
 )
 _JOIN = flags.DEFINE_string(
     "join",

@@ -20,7 +20,9 @@ from podrl.environments.verifiers_agent import REFUSED
 from podrl.runtime.arguments import Parser
 from podrl.runtime.watchdog import EXIT_DONE, EXIT_USER
 
-_DEADLINE_S = 3600.0  # longest time for which verifiers may write records; a taskset may first download its data
+_DEADLINE_S = (
+    3600.0  # longest time for which verifiers may run; a taskset may download its data before its first record
+)
 
 
 def write(taskset: str, python: str, out: pathlib.Path, env: Mapping[str, object], limit: int | None) -> int:
@@ -66,7 +68,7 @@ def write(taskset: str, python: str, out: pathlib.Path, env: Mapping[str, object
         return count
     except subprocess.TimeoutExpired as error:
         raise ValueError(
-            f"{taskset} wrote records for {_DEADLINE_S:g} s and has not ended. Tasks that never end need --limit=N."
+            f"{taskset} was not written in full within {_DEADLINE_S:g} s. Tasks that never end need --limit=N."
         ) from error
     except OSError as error:
         raise ValueError(f"--python={python} or --out={out}: {error}.") from error

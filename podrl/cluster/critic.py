@@ -99,7 +99,7 @@ class Critic:
           ValueError: `prepare` was not called before.
         """
         if self._step is None:
-            raise ValueError("The critic needs a loss: call prepare(loss) first; PPOLearner does.")
+            raise ValueError("The model needs a loss: call prepare(loss) first; learners do.")
         self.state, metrics = self._step(self.state, self.frozen, put_batch(batch, self.mesh))
         self._backlog.add(metrics)
         return metrics

@@ -53,7 +53,12 @@ class ReplicaHead:
             pod.channel.watch(pod.address(process), lambda process=process: self._lost(process))
 
     def broadcast(self, name: str, args: Sequence[object]) -> None:
-        """Sends a call to the other hosts, which make it; arguments are arrays, numbers, texts or lists of these."""
+        """Sends a call to the other hosts, which make it.
+
+        Args:
+          name: name of the call.
+          args: arguments: arrays, numbers, texts, None, or lists without arrays.
+        """
         arrays = {str(i): arg for i, arg in enumerate(args) if isinstance(arg, np.ndarray)}
         plain = [None if isinstance(arg, np.ndarray) else _plain(arg) for arg in args]
         with self._lock:
@@ -146,7 +151,8 @@ class _Follower:
             CALLS[name](self._device, *args)
         else:
             raise ValueError(
-                f"The head of this replica sent the call {name!r}, which cannot run now: start the job again."
+                f"The head of this replica sent the call {name!r}, which cannot run now: this host has no open "
+                "session, or does not know the call. Run the same podrl on all hosts, and start the job again."
             )
 
     def _step(self, step: int, profile: tuple[int, int] | None) -> None:

@@ -60,7 +60,7 @@ class RLCluster(SavedByRun):
       trains: True if this process has devices of the actor's mesh; if not, `state` and `actor.frozen` are shapes only.
       generates: True if this process has devices of the rollout mesh.
       directories: directory of each model, by its key in the configuration's `model`; '' for a model without one.
-      tokenizer: tokenizer of all roles.
+      tokenizer: tokenizer of the policy; a teacher and a reward model may have tokenizers of their own.
       metrics: values and loggers that users add to the run's records.
       env_client: client of the environments of all samples, set by `use_environments`; None without environments.
     """
@@ -109,7 +109,7 @@ class RLCluster(SavedByRun):
         Args:
           actor: a Hugging Face directory, the name ORG/NAME of a model on the hub, or the result of
             `podrl.models.from_pretrained`. The other models may also be named by ORG/NAME.
-          tokenizer: a Tokenizer or a directory; None for the tokenizer in the actor's directory.
+          tokenizer: a Tokenizer, a directory or ORG/NAME; None for the tokenizer in the actor's directory.
           cluster_config: meshes, training and rollout configuration.
           critic: a Hugging Face directory or a model; None for a copy of the actor with a value head, which
             `make_critic` makes when a learner needs it.
@@ -130,13 +130,20 @@ class RLCluster(SavedByRun):
           ValueError: an argument is not supported by podrl, or settings do not fit together.
         """
         if perf_config is not None:
-            raise ValueError("RLCluster(..., perf_config=...): stage times are in metrics.jsonl under time/ already.")
+            raise ValueError(
+                "RLCluster(..., perf_config=...): leave it out; metrics.jsonl has the stages' times under time/."
+            )
         config_is_one = isinstance(cluster_config, ClusterConfig)
         require(config_is_one, "RLCluster: cluster_config", cluster_config, "a podrl.ClusterConfig")
         is_path = isinstance(actor, str | os.PathLike)
         require(is_path or hasattr(actor, "config"), "RLCluster: actor", actor, "a directory, ORG/NAME or a model")
         is_path = tokenizer is None or isinstance(tokenizer, str | os.PathLike)
-        require(is_path or hasattr(tokenizer, "vocab_size"), "RLCluster: tokenizer", tokenizer, "a directory or None")
+        require(
+            is_path or hasattr(tokenizer, "vocab_size"),
+            "RLCluster: tokenizer",
+            tokenizer,
+            "a Tokenizer, a directory, ORG/NAME or None",
+        )
         lora = None if lora is None else as_settings(LoraConfig, lora, "lora")
         actor, tokenizer, critic, reward, reference = map(on_this_host, (actor, tokenizer, critic, reward, reference))
         self.config, self.seed, self.training_config = cluster_config, seed, cluster_config.training_config

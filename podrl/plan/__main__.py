@@ -140,7 +140,7 @@ def make_report(values: ConfigValues, *, log: Callable[[str], None] | None = Non
     )
     for name, value, least in (("price", _PRICE.value, 0.0), ("factor", _FACTOR.value, 1.0)):
         if not least <= value < 1e6:
-            raise ValueError(f"--{name}={value:g} must be a number of at least {least:g}.")
+            raise ValueError(f"--{name}={value:g} must be a number of at least {least:g} and below 1e6.")
     counts = (math.prod(trainer.shape) * trainer.slices, math.prod(rollout.shape) * rollout.slices)
     chips_of = counts[0] if job.roles.colocated else sum(counts)
     apart = (0, 0) if job.roles.colocated else counts

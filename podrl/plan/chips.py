@@ -55,7 +55,7 @@ class Topology:
         """Returns the devices of `copies` copies of this topology, slice after slice; they are for compiling only.
 
         Raises:
-          ValueError: no machine of the generation has this shape.
+          ValueError: the TPU compiler refuses the topology.
         """
         import jax
         from jax.experimental import topologies
@@ -71,7 +71,7 @@ class Topology:
         try:
             found = topologies.get_topology_desc(platform="tpu", topology_name=name, **options)
         except Exception as error:
-            raise ValueError(f"{name} is not a TPU topology: {str(error).splitlines()[0]}") from error
+            raise ValueError(f"The TPU compiler refuses the topology {name}: {str(error).splitlines()[0]}") from error
         return sorted(found.devices, key=lambda d: (d.process_index, d.id))
 
 
@@ -87,7 +87,7 @@ def parse_topology(text: str, *, key: str) -> Topology:
     """
     found = re.fullmatch(r"(\w+):(\d+(?:x\d+)*)(?:\*(\d+))?", text.strip())
     if found is None:
-        raise ValueError(f"{key}={text!r} must look like v5e:2x4, or v5e:2x4*2 for two slices.")
+        raise ValueError(f"{key}={text!r} must look like v5e:2x4, v5e:2x4*2 for two slices, or h100:8 for GPUs.")
     name, sizes, slices = found.groups()
     if name in GPUS:
         if "x" in sizes or slices or not 1 <= int(sizes) <= GPUS[name].largest:
@@ -99,7 +99,10 @@ def parse_topology(text: str, *, key: str) -> Topology:
     chip, shape = CHIPS[name], tuple(int(n) for n in sizes.split("x"))
     if len(shape) != chip.dimensions or min(shape) < 1 or int(slices or 1) < 1:
         example = "2x4" if chip.dimensions == 2 else "2x2x4"
-        raise ValueError(f"{key}={text!r}: a {name} slice has {chip.dimensions} sizes, as in {name}:{example}.")
+        raise ValueError(
+            f"{key}={text!r}: a {name} slice has {chip.dimensions} sizes of at least 1, as in {name}:{example}, and a "
+            "job at least 1 slice."
+        )
     if math.prod(shape) > chip.largest or int(slices or 1) > _MOST_SLICES:
         raise ValueError(
             f"{key}={text!r}: the largest {name} slice has {chip.largest} chips, and a job at most {_MOST_SLICES} "

@@ -101,6 +101,6 @@ def predict(measured: Sequence[CompileResult], move_s: float, *, max_staleness: 
     else:
         waits = (
             f"the trainer waits {idle[0]:.0%} of the step for samples, the rollout {idle[1]:.0%} for weights; "
-            "grpo.max_staleness=1 lets them overlap"
+            "grpo.max_staleness=1 (with PPO ppo.max_staleness=1) lets them overlap"
         )
     return Prediction(trainer, rollout, move_s, step, idle[0], idle[1], waits)

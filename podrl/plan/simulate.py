@@ -136,7 +136,7 @@ def read_lengths(path: str) -> Int[np.ndarray, " N"]:
       The lengths above 0.
 
     Raises:
-      ValueError: there are no samples with tokens, or a length is negative or no number.
+      ValueError: there are no samples with tokens, a length is negative or no number, or a trace is damaged.
     """
     place = pathlib.Path(path)
     if place.is_dir():

@@ -109,7 +109,8 @@ def compare(place: str, workdir: pathlib.Path, mine: ConfigValues, defaults: Con
       none, or if the directory holds no steps.
 
     Raises:
-      ValueError: the directory belongs to a run of another configuration; the error names the keys that differ.
+      ValueError: the directory belongs to a run of another configuration (the error names the keys that differ), or
+        its config.json is damaged and no checkpoint holds a copy.
     """
     checkpoints = locate(place) / "checkpoints"
     if not has_steps(workdir, checkpoints):
@@ -123,7 +124,10 @@ def compare(place: str, workdir: pathlib.Path, mine: ConfigValues, defaults: Con
         )
     changed = [f"Changed since this run was last started: {'; '.join(allowed)}."] if allowed else []
     if new := list(unknown(theirs, mine)):
-        changed.append(f"Keys that are new since this run was last started have their defaults: {', '.join(new)}.")
+        changed.append(
+            "Keys that are new since this run was last started; its steps so far count as made with their defaults: "
+            f"{', '.join(new)}."
+        )
     return changed
 
 

@@ -38,7 +38,8 @@ def share(mean: float, error: float | None, records: float) -> tuple[float, floa
 
 
 def mean(mean: float, error: float | None) -> tuple[float, float] | None:
-    """Returns the normal interval of a mean; None if all records have the same value, which shows no spread."""
+    """Returns the normal interval of a mean; None if the error is not known, or if
+    all records have the same value, which shows no spread."""
     varies = error is not None and error > _ROUNDING * abs(mean)
     return (mean - Z * error, mean + Z * error) if error and varies else None
 

@@ -138,7 +138,7 @@ class Leases:
         """Waits until all leases of a task have hosts; returns the leases in order.
 
         Raises:
-          LateError: some lease had no host within the deadline.
+          LateError: within the deadline some lease had no host, or the leader did not announce the task.
         """
         end = time.monotonic() + self._deadline_s
         with self._changed:
@@ -147,8 +147,9 @@ class Leases:
                     self._hostless_task = name if task is not None else ""
                     if not self._changed.wait(max(end - time.monotonic(), 0.0)) and time.monotonic() >= end:
                         raise LateError(
-                            f"{self._pod.name} waited {self._deadline_s:.0f} s for a rollout host: there is none in "
-                            "the job. Add one (docs/hosts.md), or start the same command again."
+                            f"{self._pod.name} waited {self._deadline_s:.0f} s for rollout hosts to get work: there "
+                            "is none in the job, or trainer 0 gave out none. Add a host (docs/hosts.md), or start the "
+                            "same command again."
                         )
                 return list(task.leases)
             finally:

@@ -103,7 +103,8 @@ class MetricsLog:
             JsonLinesFile(self.workdir / name, start, marks.get(name)) for name in ("metrics.jsonl", "samples.jsonl")
         )
         self.problems = [
-            f"{file.path.name} {file.difference}: it is not complete for the steps up to {start - 1}. The run goes on."
+            f"{file.path.name} {file.difference}: its records of the steps up to {start - 1} are missing or changed. "
+            "The run goes on."
             for file in (self._metrics, self._samples)
             if file.difference
         ]

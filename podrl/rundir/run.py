@@ -111,7 +111,7 @@ class Run:
 
         Raises:
           ValueError: the directory cannot be made or used, another process uses it, it belongs to a run of another
-            configuration, or a tracker of log.to is not installed.
+            configuration, a tracker of log.to is not installed, or log.plan is not a plan.
           StorageError: the directory is in a bucket that does not answer.
         """
         refuse_inside()

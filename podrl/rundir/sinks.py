@@ -31,7 +31,7 @@ End = Literal["finished", "stopped", "failed"]
 
 _WAITING = 1000  # largest number of records that wait for a slow tracker
 _CLOSE_S = 30.0
-_LACKS = "log.to names {0!r}, which needs its package: {1}, or leave it out of log.to."
+_LACKS = "log.to names {0!r}, whose package cannot be imported: {1}, or leave it out of log.to."
 _SECRET = re.compile(r"(?i)(^|_)(key|token|secret|password|passwd|credentials?|authorization|headers)$")
 _URL_USER = re.compile(r"(?<=://)[^/@\s]+@")
 
@@ -63,7 +63,7 @@ def open_sink(name: SinkName, workdir: pathlib.Path, *, start: int, project: str
       run_config: settings of the run, recorded without secrets.
 
     Raises:
-      ValueError: the tracker's package is not installed.
+      ValueError: the tracker's package cannot be imported.
     """
     if name == "tensorboard":
         return Remote(name, functools.partial(TensorBoard, workdir / name, start))

@@ -168,7 +168,11 @@ def read_step(workdir: Place | str, step: int) -> TracedStep:
         return _parse(path.read_bytes())
     except FileNotFoundError:
         steps = traced_steps(workdir)
-        reason = f"the trace holds steps {steps[0]} to {steps[-1]}" if steps else "the run has no trace (log.trace)"
+        reason = (
+            f"it holds only some steps (log.trace), from {steps[0]} to {steps[-1]}"
+            if steps
+            else "the run has no trace (log.trace)"
+        )
         raise ValueError(f"{path} does not exist: {reason}.") from None
     except _DAMAGED as error:
         raise ValueError(f"{path} cannot be read ({type(error).__name__}: {error}).") from error

@@ -80,7 +80,8 @@ def check_numbers(args: argparse.Namespace, *counts: str) -> None:
     """Checks the named counts, --seed and --temperature; a count or temperature of None is not checked.
 
     Raises:
-      ValueError: a count is below 1, the seed has more than 32 bits, or the temperature is negative or not finite.
+      ValueError: a count is below 1, the seed is negative or has more than 32 bits, or the temperature is negative or
+        not finite.
     """
     for name in counts:
         if (value := getattr(args, name)) is not None and value < 1:
@@ -88,4 +89,4 @@ def check_numbers(args: argparse.Namespace, *counts: str) -> None:
     if not 0 <= args.seed < 2**32:
         raise ValueError(f"--seed={args.seed} must be at least 0 and below 2**32.")
     if args.temperature is not None and not (args.temperature >= 0 and math.isfinite(args.temperature)):
-        raise ValueError(f"--temperature={args.temperature} must be 0 (greedy) or a positive number.")
+        raise ValueError(f"--temperature={args.temperature} must be 0 (greedy) or a positive, finite number.")

@@ -30,7 +30,7 @@ def unpack(url: str, parent: pathlib.Path) -> pathlib.Path:
     Raises:
       ValueError: the name has another form, there is no such archive, its content does not have the SHA-256 of its
         name, or a file of the archive would be written outside the new directory.
-      StorageError: the bucket did not answer.
+      StorageError: the bucket did not answer, or the archive cannot be read.
     """
     named = _NAME.search(url)
     if named is None:
@@ -78,7 +78,7 @@ def enter(url: str, environment: MutableMapping[str, str], *, workdir: str | Non
     Raises:
       ValueError: `unpack` refuses the archive; or the path of the run directory is relative, so that the run directory
         would be inside the copy of the code and be lost with the copy.
-      StorageError: the bucket did not answer.
+      StorageError: the bucket did not answer, or the archive cannot be read.
     """
     if workdir is not None and not (is_remote(workdir) or os.path.isabs(workdir)):
         raise ValueError(

@@ -130,8 +130,8 @@ class Channel:
             self._guard.stop()
             self._context.term()
             raise ValueError(
-                f"The processes' channel cannot listen on {host}:{port or '*'} ({error}): another process holds the "
-                "port, or the address is not of this host."
+                f"The processes' channel cannot listen on {host}:{port or '*'} ({error}): the address must be "
+                "one of this host's, and the port must be free and allowed for this user."
             ) from error
         self.address = f"{host}:{bound}"
         self._board: dict[str, Frames] = {}

@@ -12,14 +12,15 @@ Variables read, by platform (the first that matches decides):
                 PODRL_HOSTS_PER_SLICE, PODRL_TRAINER_SLICES, PODRL_TRAINER_HOSTS_PER_SLICE, PODRL_ROLLOUT_SLICES,
                 PODRL_ROLLOUT_HOSTS_PER_SLICE, PODRL_COORDINATOR, PODRL_CHANNEL (written by launch/gke.py, filled in
                 by the kubelet from the pod's labels).
-  local         PODRL_PLATFORM=local with PODRL_PROCESS_INDEX, PODRL_PROCESS_COUNT, PODRL_COORDINATOR, PODRL_ROLE.
+  local         PODRL_PLATFORM=local with PODRL_PROCESS_INDEX, PODRL_PROCESS_COUNT, PODRL_COORDINATOR, PODRL_CHANNEL,
+                PODRL_ROLE.
   multislice    MEGASCALE_NUM_SLICES > 1 with MEGASCALE_SLICE_ID, MEGASCALE_COORDINATOR_ADDRESS, and gke's variables.
   gke           TPU_WORKER_ID and TPU_WORKER_HOSTNAMES (or TPU_PROCESS_ADDRESSES), injected by GKE.
   tpu_vm        metadata attributes agent-worker-number and worker-network-endpoints.
   single        none of these.
 On the last four platforms and on `flags`, all processes may train while rollout hosts join them (--topology=split).
-PODRL_CHANNEL is then the address at which process 0 listens for them: by default port 8483 of its host; `single` has no
-default.
+PODRL_CHANNEL is then the address at which process 0 listens for them: by default port 8483 of its host; `single`,
+and `flags` with one process, have no default.
 
 Sources: jax/_src/clusters/cloud_tpu_cluster.py (jax 0.10.2) for the variables that jax itself reads and the order of
 ranks; https://cloud.google.com/kubernetes-engine/docs/how-to/tpu-multislice for the variables that GKE injects.
@@ -94,8 +95,8 @@ class Cluster:
         """Returns arguments for `jax.distributed.initialize`, or None if it must not be called.
 
         The arguments are empty where jax's own detection is right (TPU VM, GKE, multislice). They are complete where
-        jax's detection would be wrong: for fake hosts on one machine, and for a JobSet whose roles must not become one
-        cluster.
+        jax's detection would be wrong: for fake hosts on one machine, for a cluster that flags describe, and for a
+        JobSet whose roles must not become one cluster.
         """
         if self.kind == "pathways" or self.process_count == 1:
             return None
@@ -209,8 +210,8 @@ def _platform(environment: Mapping[str, str], metadata: Mapping[str, str]) -> Cl
 def _topology_needs(topology: str, cluster: Cluster) -> str:
     here = f"but this is {cluster.kind} with {cluster.process_count} process{'es' * (cluster.process_count > 1)}."
     needs = {
-        "single": "needs exactly 1 process",
-        "shared": "needs at least 2 processes in one jax.distributed cluster",
+        "single": "needs exactly 1 process, without Pathways and without roles from the platform",
+        "shared": "needs at least 2 processes in one jax.distributed cluster, without roles from the platform",
         "split": "needs several processes, or one cluster per role, or trainers that rollout hosts join",
         "pathways": "needs JAX_PLATFORMS=proxy and JAX_BACKEND_TARGET=grpc://HOST:29000",
     }
@@ -238,8 +239,9 @@ def _jobset_split(environment: Mapping[str, str]) -> Cluster:
     names = _hostnames(environment)
     if names and len(names) != hosts:
         raise ValueError(
-            f"PODRL_HOSTS_PER_SLICE={hosts} but TPU_WORKER_HOSTNAMES names {len(names)} hosts: the slice that was "
-            "scheduled is not the one asked for; check the topology in --trainer and --rollout of launch/gke.py."
+            f"PODRL_HOSTS_PER_SLICE={hosts} but TPU_WORKER_HOSTNAMES (or TPU_PROCESS_ADDRESSES) names "
+            f"{len(names)} hosts: the slice that was scheduled is not the one asked for; check the topology in "
+            "--trainer and --rollout of launch/gke.py."
         )
     joined = role == "trainer" and slices > 1
     return Cluster(
@@ -362,7 +364,7 @@ def _integer(values: Mapping[str, str], name: str, *, low: int = 0, below: int |
     if number < low:
         raise ValueError(f"{name}={number} must be at least {low}.")
     if below is not None and number >= below:
-        raise ValueError(f"{name}={number} must be below {below} ({total}): two launchers disagree about the cluster.")
+        raise ValueError(f"{name}={number} must be below {below} ({total}): numbers begin at 0.")
     return number
 
 

@@ -65,7 +65,7 @@ def hosts_of(cluster: Cluster, trainer: str, rollout: str, mesh: str = "auto", e
         if tests and not set(tests) < set(everyone):
             raise ValueError(
                 f"roles.eval.hosts={evaluates!r}: the hosts that this platform lets generate are {everyone.start} to "
-                f"{everyone.stop - 1}; name some of them, not all."
+                f"{everyone.stop - 1} (none if the first number is the larger one); name some of them, not all."
             )
         generate = tuple(host for host in everyone if host not in tests)
         replica = hosts_per_replica(mesh, len(generate))
@@ -156,12 +156,14 @@ def _secret(environment: Mapping[str, str]) -> str:
             secret = regular(locate(file)).read_text().strip()
         except FileNotFoundError:
             raise ValueError(
-                f"PODRL_SECRET_FILE={file}: there is no such file; whoever started the job wrote it."
+                f"PODRL_SECRET_FILE={file}: there is no such file; it must hold the secret that all hosts of the job "
+                "share."
             ) from None
     if not secret:
         raise ValueError(
-            "PODRL_SECRET is not set: the processes of a job encrypt their messages to each other with it. Set the "
-            "same random text on all hosts (launch/ does), such as what `openssl rand -hex 16` prints."
+            "PODRL_SECRET is not set, and no file named by PODRL_SECRET_FILE has a text: the processes of a job "
+            "encrypt their messages to each other with this secret. Set PODRL_SECRET to the same random text on all "
+            "hosts (launch/ does), such as what `openssl rand -hex 16` prints."
         )
     return secret
 

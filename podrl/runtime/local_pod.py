@@ -1,7 +1,8 @@
 """Runs the processes of a pod on one machine: one process per fake host, output prefixed with the process's name.
 
-The pod's exit code is the exit code of the first process whose failure ended the job, or 42 if a signal killed the
-process that failed. The processes of the pod end with the process that started them, even if that process is killed.
+The pod's exit code is the exit code of the first process whose failure ended the job. If a signal killed the process,
+the code is 42, or 75 or 130 if it is the signal that asked the whole pod to stop. The processes of the pod end with the
+process that started them, even if that process is killed.
 """
 
 import contextlib
@@ -162,7 +163,7 @@ class LocalPod:
     def _saved(self) -> str:
         """Returns a sentence that names the newest complete checkpoint; incomplete ones have longer names."""
         if self._workdir is None:
-            return "The newest complete checkpoint counts."
+            return "The run goes on from its newest complete checkpoint."
         steps = [int(place.name) for place in self._workdir.glob("checkpoints/*") if place.name.isdecimal()]
         return (
             f"Step {max(steps)} is saved in {self._workdir}." if steps else f"No step is saved in {self._workdir} yet."

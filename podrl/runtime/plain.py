@@ -68,7 +68,7 @@ def references(value: object) -> list[str]:
       value: reference answer of a record, or a list of them; each is a text or a number.
 
     Raises:
-      ValueError: the list or an answer is empty, or an answer is neither a text nor a number.
+      ValueError: the list or an answer is empty, or `text` refuses an answer.
     """
     several = value if isinstance(value, list | tuple) else [value]
     texts = [text(one).strip() for one in several]

@@ -62,7 +62,7 @@ class Request:
 
         Raises:
           LateError: the answer did not arrive in time; the request is then abandoned.
-          ChannelError: the endpoint refused, or the answer arrived damaged.
+          ChannelError: the endpoint refused, the answer arrived damaged, or `fail` was called.
         """
         try:
             status, pieces = self._future.result(deadline_s)
@@ -74,5 +74,5 @@ class Request:
         except MessageError as error:
             raise ChannelError(f"{what}: {error}") from error
         if status == b"error":
-            raise ChannelError(f"{what} was refused: {message.value}")
+            raise ChannelError(f"{what} failed: {message.value}")
         return message

@@ -105,7 +105,7 @@ def hosts_per_replica(mesh: str, hosts: int) -> int:
     if int(copies) < 1 or hosts % int(copies):
         raise ValueError(
             f"roles.rollout.mesh={mesh!r} spreads {copies} copies of the weights over {hosts} hosts: the number of "
-            "hosts must be a multiple of the number of copies (data)."
+            "copies (data) must be at least 1, and divide the number of hosts."
         )
     return hosts // int(copies)
 
@@ -156,8 +156,8 @@ def assign(trainer: str, rollout: str, processes: int, mesh: str = "auto", evalu
       evaluates: host list of the evaluation hosts; '' for none.
 
     Raises:
-      ValueError: a host has two roles or none, or is not in the job; a role has no hosts; or process 0 is not a
-        trainer.
+      ValueError: a list is malformed; a host has two roles or none, or is not in the job; a role has no hosts;
+        process 0 is not a trainer; or the mesh does not fit the hosts.
     """
     keys = ("roles.trainer.hosts", "roles.rollout.hosts", "roles.eval.hosts")
     if processes == 1 and not trainer and not rollout and not evaluates:

@@ -264,7 +264,8 @@ class RunFiles:
     def samples(self, wanted: Mapping[str, str]) -> JsonObject:
         """Returns 100 of the samples in `found`, beginning at the number `wanted["offset"]`, and the total count.
 
-        An offset beyond the last sample gives the last 100. `left_out` is True if older steps were not searched.
+        An offset beyond the last sample gives the last hundred that has samples. `left_out` is True if older steps were
+        not searched.
         """
         found = self.found(wanted)
         offset = min(max(_number_of(wanted, "offset", int) or 0, 0), max(len(found) - 1, 0) // 100 * 100)
@@ -494,7 +495,7 @@ def _number_of(wanted: Mapping[str, str], name: str, kind: type) -> Any:
     try:
         return kind(wanted[name]) if wanted.get(name) else None
     except ValueError:
-        raise ValueError(f"{name}={wanted[name][:40]!r} is not a number.") from None
+        raise ValueError(f"{name}={wanted[name][:40]!r} must be a number (offset: a whole one).") from None
 
 
 def _fits(row: JsonObject, wanted: Mapping[str, str], low: float | None, high: float | None) -> bool:

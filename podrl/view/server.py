@@ -116,7 +116,9 @@ class Guard:
             await send(message)
 
         if refused:
-            response = PlainTextResponse("The address lacks its token: use the one that podrl.view printed.", 403)
+            response = PlainTextResponse(
+                "The address has no token or a wrong one: use the address that podrl.view printed.", 403
+            )
             await response(scope, receive, answer)
         else:
             await self._app(scope, receive, answer)

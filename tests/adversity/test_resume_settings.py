@@ -192,7 +192,10 @@ def test_keys_that_are_new_in_this_version_are_named_once(tmp_path):
     old = {"seed": 1, "log": {"samples": 4}}
     _start(tmp_path, old, step=1)
     said = _start(tmp_path, known, defaults=known)
-    assert said == "Keys that are new since this run was last started have their defaults: env, log.stall_s.\n"
+    assert said == (
+        "Keys that are new since this run was last started; its steps so far count as made with their defaults: "
+        "env, log.stall_s.\n"
+    )
     assert _start(tmp_path, known, defaults=known) == ""
     _start(tmp_path / "other", old, step=1)
     with pytest.raises(ValueError, match=r"another configuration: env\.turns was 3, now 4\."):

@@ -100,7 +100,7 @@ def test_what_is_lost_or_changed_is_said(written, tmp_path):
     log = _log(tmp_path, 4, marks)
     log.close()
     assert log.problems == [
-        f"{name} is gone: it is not complete for the steps up to 3. The run goes on."
+        f"{name} is gone: its records of the steps up to 3 are missing or changed. The run goes on."
         for name in ("metrics.jsonl", "samples.jsonl")
     ]
     content = (path / "metrics.jsonl").read_bytes()

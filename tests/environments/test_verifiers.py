@@ -194,7 +194,7 @@ def test_a_taskset_that_never_ends_is_named(tmp_path, monkeypatch):
     slow.write_text("#!/bin/sh\nexec sleep 600\n")
     slow.chmod(0o755)
     monkeypatch.setattr(verifiers, "_DEADLINE_S", 0.01)
-    with pytest.raises(ValueError, match=r"endless wrote records for 0\.01 s .* --limit=N"):
+    with pytest.raises(ValueError, match=r"endless was not written in full within 0\.01 s\. .* --limit=N"):
         verifiers.write("endless", str(slow), tmp_path / "tasks.jsonl", {}, None)
     assert list(tmp_path.iterdir()) == [slow]
 

@@ -495,7 +495,9 @@ def test_a_job_below_one_host_waits_with_its_name_until_one_comes():
         assert leader.await_leases(name) == [Lease(name, 0, 1, 1), Lease(name, 1, 2, 2)]
         for host in (1, 2):
             pods[0].on_lost(host)
-        with pytest.raises(LateError, match=r"trainer 0 waited 1 s for a rollout host: there is none in the job\. Add"):
+        with pytest.raises(
+            LateError, match=r"trainer 0 waited 1 s for rollout hosts to get work: there is none in the job, .*\. Add"
+        ):
             leader.await_leases(name)
         leader._deadline_s, held = 30.0, []
         waiting = threading.Thread(target=lambda: held.extend(leader.await_leases(name)))

@@ -66,7 +66,7 @@ def test_topologies():
     assert (two.chip.name, two.shape, two.slices, str(two)) == ("v5p", (2, 2, 4), 2, "v5p:2x2x4*2")
     with pytest.raises(ValueError, match=r"--rollout='v5x:2x4' names the generation 'v5x'\. Known: "):
         parse_topology("v5x:2x4", key="--rollout")
-    with pytest.raises(ValueError, match=r"a v5p slice has 3 sizes, as in v5p:2x2x4"):
+    with pytest.raises(ValueError, match=r"a v5p slice has 3 sizes of at least 1, as in v5p:2x2x4"):
         parse_topology("v5p:2x4", key="--trainer")
     with pytest.raises(ValueError, match="must look like v5e:2x4"):
         parse_topology("2x4", key="--trainer")

@@ -141,7 +141,7 @@ def test_what_arrives_damaged_is_refused_on_either_end_and_the_next_message_is_n
     a.serve("echo", lambda message: message)
     asked = Request(10**6, (a.address, 0), b'["call", "echo"]', change(encode(good)))
     b._do(lambda: b._send(asked))
-    with pytest.raises(ChannelError, match=f"a: echo was refused: MessageError: .*{said}"):
+    with pytest.raises(ChannelError, match=f"a: echo failed: MessageError: .*{said}"):
         asked.wait(10, "a: echo")
     a._do(lambda: a._offer("offer", change(encode(good))))
     with pytest.raises(ChannelError, match=f"{a.address}: offer: .*{said}"):
