@@ -227,7 +227,7 @@ def test_relative_paths_lie_in_the_code(project, config, extra, tmp_path, monkey
         (["--config.reward.fns=rewards.py:short"], r"names rewards\.py, which is not in --code=.*no such file"),
         (["--config.reward.fns=../here.py:f"], r"names \.\./here\.py, which is not in --code="),
         (["--config.data.path=here.jsonl"], r"data\.path=here\.jsonl is not in --code="),
-        (["--config.data.path=mine/big.jsonl"], r"big\.jsonl is not in --code=.*leaves it out \(\.gitignore"),
+        (["--config.data.path=mine/big.jsonl"], r"big\.jsonl is not in --code=.*leaves it out \(a \.gitignore"),
         (["--config.data.sources=({'path': 'gone/part'},)"], r"names gone/part, which is not in"),
         (["--config.eval.sets=({'path': 'test.jsonl'},)"], r"eval\.sets=.* names test\.jsonl, which is not in"),
         (["--config.env.system_prompt_file=say"], None),
