@@ -202,6 +202,8 @@ def _merge(into: dict[str, Any], value: dict[str, Any], setting: str) -> None:
             raise ValueError(f"--set={setting}: set what differs in a role's pods by template or container.")
         if isinstance(old, list | dict) and not isinstance(new, type(old)):
             raise ValueError(f"--set={setting}: {name} must stay a {'list' if isinstance(old, list) else 'mapping'}.")
+        if isinstance(new, dict) and old is not None and not isinstance(old, dict):
+            raise ValueError(f"--set={setting}: {name} is {old!r}, which has no keys inside.")
         if isinstance(old, dict) and isinstance(new, dict):
             _merge(old, new, setting)
         else:

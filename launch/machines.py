@@ -145,6 +145,8 @@ def _check_topology(machine: Machine, shape: tuple[int, ...], what: str) -> None
         raise ValueError(
             f"{what}: a {machine.name} topology has {machine.dimensions} numbers, as {machine.name}:{example}."
         )
+    if min(shape) < 1:
+        raise ValueError(f"{what} has a side without chips: every number must be at least 1.")
     chips = math.prod(shape)
     if chips > machine.max_chips:
         raise ValueError(f"{what} has {chips} chips: the largest {machine.name} slice has {machine.max_chips}.")

@@ -246,7 +246,7 @@ class AdvantageEstimator:
         def estimate(reward_PG: Any, length_PG: Any) -> Any:
             xp, (P, G) = namespace(reward_PG), reward_PG.shape
             advantage_PG = xp.asarray(own(reward_PG, length_PG=length_PG), reward_PG.dtype)
-            if advantage_PG.size != reward_PG.size or not bool(xp.isfinite(advantage_PG).all()):
+            if advantage_PG.shape != (P, G) or not bool(xp.isfinite(advantage_PG).all()):
                 raise ValueError(
                     f"{self.settings.section}.advantage_estimator={self.kind} returned shape {advantage_PG.shape} with "
                     f"{int((~xp.isfinite(advantage_PG)).sum())} values that are not finite: it must return a finite "

@@ -18,7 +18,7 @@ from podrl.algorithms.corrections import CORRECTIONS, SAMPLE_CORRECTIONS, import
 from podrl.algorithms.mismatch import mismatch, mismatch_by_age, ratios_by_age
 from podrl.algorithms.policy_rows import PolicyRows, ReferencedRows
 from podrl.algorithms.segments import masked, sequence_mean
-from podrl.config import Finite, NonNegative, Positive, Range, Share, group_of, near, plural, section
+from podrl.config import Finite, NonNegative, Positive, Range, group_of, near, plural, section
 from podrl.types import Mask, Ratio
 
 # Formula of the per-token loss of each kind; `PolicyLoss.formula` fills in the numbers of LossSettings.
@@ -142,7 +142,7 @@ class LossSettings:
     policy_loss_fn: str | Callable[..., Any] = "clip"
     policy_loss_args: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
     epsilon: NonNegative = 0.2
-    epsilon_low: Share | None = None
+    epsilon_low: NonNegative | None = None
     epsilon_high: NonNegative | None = None
     epsilon_c: Annotated[float, Range("(1, 1e9]")] | None = None
     tau_positive: Positive = 1.0
@@ -191,7 +191,8 @@ class LossSettings:
         )
         self._check_correction()
         low = "epsilon" if self.epsilon_low is None else "epsilon_low"
-        self._check(self.low <= 1, low, "must lie in [0, 1]: a ratio cannot fall further than by 1")
+        fits = self.kind == "gmpo" or self.low <= 1  # gmpo's bounds are distances of the log of a ratio
+        self._check(fits, low, "must lie in [0, 1]: a ratio cannot fall further than by 1")
         self._check(
             self.epsilon_c is None or self.kind == "clip",
             "epsilon_c",

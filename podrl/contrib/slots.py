@@ -7,6 +7,7 @@ this engine does not have.
 
 import dataclasses
 import heapq
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -34,9 +35,9 @@ PREFILL_LANES = 8  # number of first tokens that are drawn at once
 
 
 class _Prompt(NamedTuple):
-    """An inserted prefix on one shard: its id (the number of its first slot), its pages, and the slots that read it."""
+    """An inserted prefix on one shard: its number, its pages, and the slots that read it."""
 
-    handle: int
+    number: int  # unique: a slot is filled again while others may still read the prompt that it was filled with before
     pages: list[Page]
     slots: set[int]
 
@@ -111,7 +112,7 @@ class SlotEngine:
         self._eos_ids, self._seed = tuple(eos_ids), seed
         self._prefill_state = self._prefiller.init_state()
         self._prefill_lock, self._lock = threading.Lock(), threading.Lock()
-        self._requests = 0
+        self._requests, self._numbers = 0, itertools.count()
         self._result = jax.jit(_result)
         self._forget()
 
@@ -263,7 +264,7 @@ class SlotEngine:
                 mine = [slot for slot in slots if slot // lanes == shard]
                 pages = [Page(self._take(shard), *block) for block in prefix.blocks]
                 rows_XJ[shard, : len(pages)] = [page.index for page in pages]
-                prompt = _Prompt(mine[0], pages, set(mine))
+                prompt = _Prompt(next(self._numbers), pages, set(mine))
                 for slot in mine:
                     self._slots[slot] = _Slot(prompt, [], prefix.length, self._left(prefix, slots.index(slot)))
             decode_state = self._engine.write_blocks(decode_state, rows_XJ, prefix.key_LMKCH, prefix.value_LMKCH)
@@ -313,7 +314,7 @@ class SlotEngine:
                 for slot, s in running.items():
                     if slot // engine.shape.lanes == shard:
                         self._grow(shard, s)
-                        seated[slot % engine.shape.lanes] = LaneReads(s.prompt.handle, s.prompt.pages, s.pages)
+                        seated[slot % engine.shape.lanes] = LaneReads(s.prompt.number, s.prompt.pages, s.pages)
                 engine.read_shape.fill(flat_XI[shard], seated, engine.shape.pages - 1)
             decode_state, emitted = engine.generate(params, decode_state, engine.put_rows(flat_XI))
             for s in running.values():

@@ -186,8 +186,8 @@ def _layers(key: str, value: object, where: str) -> None:
 
 
 def _width(key: str, value: object, where: str) -> None:
-    if value != 0 or isinstance(value, bool):
-        _count(key, value, where)
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MOST:
+        raise ValueError(f"{where} has {key}={value!r}: it must be a whole number, 0 or more (and at most {_MOST}).")
 
 
 def _number(key: str, value: object, where: str) -> None:

@@ -88,7 +88,7 @@ class Profiler:
         if self._folder is None:
             return
         self._marked.close()
-        folder, self._folder, self.planned = self._folder, None, None
+        folder, self._folder = self._folder, None
         with self._forgiven():
             jax.profiler.stop_trace()
             if is_remote(self._place):
@@ -96,6 +96,7 @@ class Profiler:
                     target = locate(self._place) / FOLDER / self._host / path.relative_to(folder).as_posix()
                     target.parent.mkdir(parents=True, exist_ok=True)
                     target.write_bytes(path.read_bytes())
+        self.planned = None
         if is_remote(self._place):
             shutil.rmtree(folder, ignore_errors=True)
 

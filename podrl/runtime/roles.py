@@ -76,13 +76,15 @@ def parse_hosts(text: str, key: str) -> tuple[int, ...]:
     """Parses a host list such as '0-1' or '0,2-3' into process numbers, ascending.
 
     Raises:
-      ValueError: a part is neither a number nor a range, or a number is named twice.
+      ValueError: a part is neither a number nor an ascending range, or a number is named twice.
     """
     hosts: list[int] = []
     for part in filter(None, (p.strip() for p in text.split(","))):
         first, dash, last = (p.strip() for p in part.partition("-"))
         if not first.isdigit() or (dash and not last.isdigit()):
             raise ValueError(f"{key}={text!r} holds {part!r}: write host numbers and ranges, as '0-1' or '0,2-3'.")
+        if dash and int(last) < int(first):
+            raise ValueError(f"{key}={text!r} holds {part!r}, which ends before it begins: write {last}-{first}.")
         hosts += range(int(first), int(last if dash else first) + 1)
     if len(set(hosts)) < len(hosts):
         raise ValueError(f"{key}={text!r} names a host twice: name each once.")

@@ -68,6 +68,8 @@ def _serve(runs: Sequence[RunFiles], host: str, port: int) -> int:
     except ImportError as error:
         raise ValueError(f"podrl.view needs {error.name}: {install('view')}, or give --html=FILE.") from None
     token = "" if _is_loopback(host) else secrets.token_urlsafe(24)
+    if not 0 <= port <= 65535:
+        raise ValueError(f"--port={port} is no port: it must lie in [0, 65535].")
     listening = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     with listening:
         name = f"[{host}]" if ":" in host else host

@@ -491,7 +491,8 @@ def test_sharding_over_devices_changes_nothing():
     [
         ({"policy_loss_fn": "ppg"}, "grpo.policy_loss_fn='ppg'", "gspo_token"),
         ({"epsilon": 1.5}, "grpo.epsilon=1.5", "[0, 1]"),
-        ({"epsilon_low": -0.1}, "grpo.epsilon_low=-0.1", "[0, 1]"),
+        ({"epsilon_low": -0.1}, "grpo.epsilon_low=-0.1", "[0, 1e9]"),
+        ({"epsilon_low": 1.5}, "grpo.epsilon_low=1.5", "[0, 1]: a ratio cannot fall"),
         ({"epsilon_high": float("nan")}, "grpo.epsilon_high=nan", "[0, 1e9]"),
         ({"epsilon_c": 0.5}, "grpo.epsilon_c=0.5", "(1, 1e9]"),
         ({"epsilon_c": 3.0, "policy_loss_fn": "gspo"}, "grpo.epsilon_c=3.0", "'clip' only"),

@@ -299,6 +299,7 @@ def test_every_set_of_the_page_reaches_the_manifest():
         ("spec=1", "PATH begins with"),
         ("template.spec.volumes", "must be PATH=VALUE"),
         ("template.spec.volumes=1", "volumes must stay a list"),
+        ("spec.failurePolicy.maxRestarts.x=1", "maxRestarts is "),
         ("template.spec.nodeSelector=[a]", "nodeSelector must stay a mapping"),
         ("spec.replicatedJobs=[]", "by template or container"),
         ("template.spec.x={", "is not YAML"),

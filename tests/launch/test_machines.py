@@ -43,6 +43,7 @@ def test_eight_chip_hosts_make_one_host_of_the_same_topology():
         ("v6e", r"--trainer=v6e is not MACHINE:TOPOLOGY\[\*SLICES\]"),
         ("v6e:4x4*", "is not MACHINE"),
         ("v6e:4x4*0", "asks for 0 slices"),
+        ("v5p:0x4x4", "has a side without chips"),
         ("v9:4x4", "names machine 'v9': known are v4, v5e-1t, v5e"),
         ("v6e:4x4x4", "a v6e topology has 2 numbers, as v6e:2x2"),
         ("v5p:4x4", "a v5p topology has 3 numbers, as v5p:2x2x1"),

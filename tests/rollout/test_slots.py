@@ -126,6 +126,34 @@ def test_inserting_over_a_slot_replaces_it(engine, params, prompts_of):
     assert [len(pages) for pages in engine._free] == [engine._engine.shape.pages - 1] * 2
 
 
+def test_a_slot_that_is_filled_again_changes_no_other_sample(engine, params, prompts_of):
+    """Two slots read one prompt; then the first of them gets another prompt, which must not touch the second."""
+    prompts, sampling = prompts_of([9, 14]), Sampling(max_new=20)
+    prefix, _ = engine.prefill_multisampling(
+        params=params,
+        **prompt_of(prompts, 0),
+        num_samples=2,
+        rng=sample_keys(3, 2, np.asarray(prompts.index_P[0]), np.arange(2)),
+        sampling=sampling,
+    )
+    other, _ = engine.prefill(
+        params=params, **prompt_of(prompts, 1), rng=np.array([7, 9], np.uint32), sampling=sampling
+    )
+    samples = []
+    for refills in (False, True):
+        state, tokens, logprobs = engine.bulk_insert(prefix, engine.init_decode_state(), [0, 1]), [], []
+        state, result = engine.generate(params, state)
+        collect(result, 1, tokens, logprobs)
+        if refills:
+            engine.free_resource(0)
+            state = engine.insert(other, state, slot=0)
+        while len(tokens) < 12:
+            state, result = engine.generate(params, state)
+            assert collect(result, 1, tokens, logprobs)
+        samples.append((tokens, logprobs))
+    assert samples[0] == samples[1]
+
+
 def test_what_it_says_about_itself(engine, tiny):
     assert (engine.max_concurrent_decodes, engine.max_prefill_length, engine.mesh) == (8, 20, tiny.mesh)
 

@@ -68,6 +68,7 @@ def test_hosts_that_evaluate_are_taken_from_the_others():
         ("0", "", 1, "no host generates"),
         ("0,0-1", "", 4, "roles.trainer.hosts='0,0-1' names a host twice"),
         ("0-", "", 4, "roles.trainer.hosts='0-' holds '0-': write host numbers and ranges"),
+        ("3-1", "", 4, "roles.trainer.hosts='3-1' holds '3-1', which ends before it begins: write 1-3"),
         ("", "all", 4, "roles.rollout.hosts='all' holds 'all'"),
     ],
 )

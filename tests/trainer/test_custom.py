@@ -209,6 +209,12 @@ def test_an_advantage_that_is_not_finite_ends_the_step():
         estimate(-np.ones((2, 1)), np.zeros(2), mask_BT, group_B=PAIRS[:2])
 
 
+def test_an_advantage_function_that_swaps_prompts_and_samples_ends_the_step():
+    estimate = podrl.GRPOConfig(advantage_estimator=lambda reward_PG: reward_PG.T, num_generations=2).estimator()
+    with pytest.raises(ValueError, match=r"returned shape \(2, 3\).*for each of 3 prompts x 2 samples"):
+        estimate(np.arange(6.0)[:, None], np.zeros(6), np.ones((6, 1)), group_B=np.arange(6) // 2)
+
+
 def test_the_numbers_of_a_function_are_keys_of_the_configuration():
     given = {"grpo": {"policy_loss_fn": f"{HERE}:tanh_clip", "advantage_estimator": f"{HERE}:centred"}}
     small = {"trainer": {"max_steps": 1, "eval_every_n_steps": 0}, "rollout": {"max_prompt_length": 8}}
