@@ -166,7 +166,7 @@ def _generate(args: argparse.Namespace) -> int:
     environment = _environment(args)
     tokenizer = Tokenizer.load(args.model, tools=offered_tools(environment, Limits()))
     with announce_if_long("Tokenising the prompts", write_line):
-        rows = _tokenise(records, tokenizer, args)
+        rows, texts = _tokenise(records, tokenizer, args)
     output = OutputFile(args.out, _settings(args, records, tokenizer.tools_digest), args.n)
     left = [index for index in range(len(records)) if index not in output.done]
     if output.done:
@@ -192,6 +192,8 @@ def _generate(args: argparse.Namespace) -> int:
         worker.warm_up(params, write_line)
         prompts = _prompts(rows, left, records, tokenizer)
         with _env_client(environment, tokenizer) as worker.env_client:
+            if worker.env_client is not None:
+                prompts = worker.env_client.opened(prompts, [texts[index] for index in left])
             request = {"group_size": args.n, "step": 0, "sampling": sampling, "mode": "eval"}
             _write(worker.stream(Policy(params, 0), prompts, **request), records, left, output)
         stats = worker.stats
@@ -422,13 +424,13 @@ def _sampling(args: argparse.Namespace) -> Any:
         raise ValueError(str(error).replace("rollout.", "--", 1)) from None
 
 
-def _tokenise(records: sources.Records, tokenizer: Any, args: argparse.Namespace) -> list[list[int]]:
-    """Encodes every prompt."""
+def _tokenise(records: sources.Records, tokenizer: Any, args: argparse.Namespace) -> tuple[list[list[int]], list[str]]:
+    """Encodes every prompt: (token ids of each prompt, text of each prompt with its special tokens)."""
     from podrl.data import conversation
 
     settings = _prompt_settings(args)
     form = "chat" if tokenizer.has_chat_template and settings["template"] == "chat" else "plain"
-    rows = []
+    rows, texts = [], []
     for i in range(len(records)):
         record = records[i]
         if args.chat and shape.prompt_field(record) == "prompt" and isinstance(record["prompt"], str):
@@ -438,7 +440,8 @@ def _tokenise(records: sources.Records, tokenizer: Any, args: argparse.Namespace
             record, tokenizer, system=settings["system_prompt"], form=form, question_field=field
         )
         rows.append(tokenizer.encode(prompt.text, start=not prompt.rendered))
-    return rows
+        texts.append(prompt.text)
+    return rows, texts
 
 
 def _environment(args: argparse.Namespace) -> env.EnvironmentConfig:
@@ -473,7 +476,9 @@ def _env_client(config: env.EnvironmentConfig, tokenizer: Any) -> Iterator[Any]:
         yield None
         return
     with Episodes(config, Limits(), journal=None) as host:
-        env_client = EnvironmentClient(host, Dialogue(tokenizer), history=config.history)
+        env_client = EnvironmentClient(
+            host, Dialogue(tokenizer), history=config.history, observes_first=host.observes_first
+        )
         check(host, env_client.dialogue)
         yield env_client
 

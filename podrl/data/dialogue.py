@@ -1,5 +1,6 @@
-"""Encodes the observations that follow a turn of the model, and sorts stop strings into texts and special tokens."""
+"""Encodes observations, after a turn of the model or a question, and sorts stop strings into texts and tokens."""
 
+import contextlib
 import functools
 from collections.abc import Mapping, Sequence
 
@@ -10,6 +11,7 @@ from podrl.data.tokenizer import ORDINARY, Tokenizer
 _WORDS = "<think>\nfirst\n</think>\n\nthen"
 # Two characters of Unicode's private use area. They enclose a text in a rendering, so that it can be found again.
 _OPEN, _CLOSE = "\ue0f0", "\ue0f1"
+_QUESTION = "Question?"  # stands for a question in a rendering, to find the text that a template writes around it
 
 
 class Dialogue:
@@ -52,6 +54,76 @@ class Dialogue:
         for inside, after in zip(values, written[1:], strict=True):
             tokens += self.tokenizer.encode_plain(inside, behind=tokens[-1])
             tokens += self.tokenizer.encode(after, behind=tokens[-1])
+        return tokens[1:]
+
+    @functools.cached_property
+    def _frame(self) -> tuple[str, str]:
+        """The text that the chat template writes around a question: (before it, after it); ('', '') for none.
+
+        The text after the question is the end of the user's turn and the opening of the model's turn.
+        """
+        ask = {"role": "user", "content": _QUESTION}
+        for messages in ([ask], [{"role": "system", "content": "system"}, ask]):  # some templates demand a system turn
+            with contextlib.suppress(ValueError):
+                before, found, after = self.tokenizer.apply_chat_template(messages).partition(_QUESTION)
+                return (before, after) if found else ("", "")
+        return "", ""
+
+    @functools.cached_property
+    def _strips(self) -> bool:
+        """True if the chat template removes white space at the end of a user's turn."""
+        try:
+            padded = self.tokenizer.apply_chat_template([{"role": "user", "content": f"{_QUESTION} \n"}])
+        except ValueError:
+            return False
+        return padded == "".join([self._frame[0], _QUESTION, self._frame[1]])
+
+    @property
+    def closing(self) -> str:
+        """The text that the chat template writes after the question of a prompt; '' without a chat template."""
+        return self._frame[1]
+
+    def without_closing(self, text: str, tokens: Sequence[int]) -> tuple[str, list[int]] | None:
+        """Cuts `closing` off a prompt, so that the user's turn can go on.
+
+        Args:
+          text: text of the prompt.
+          tokens: token ids of the prompt.
+
+        Returns:
+          (text, token ids) up to the end of the question. None if the prompt does not end with `closing`, or if it has
+          other tokens than its text.
+        """
+        if not self.closing or not text.endswith(self.closing):
+            return None
+        cut = text.removesuffix(self.closing)
+        for start in (False, True):  # a prompt that the data wrote in the form of the chat template has a start token
+            if self.tokenizer.encode(text, start=start) == list(tokens):
+                return (cut, ids) if (ids := self.tokenizer.encode(cut, start=start)) else None
+        return None
+
+    def opening(self, text: str, *, prompt: str, closing: str, last: int) -> list[int]:
+        """Encodes an observation that goes on with the question of a prompt, after an empty line.
+
+        Args:
+          text: text of the observation; '' for none.
+          prompt: text of the prompt, which ends with its question.
+          closing: text that the chat template writes after the question; '' for a prompt of plain text, after which the
+            observation is a paragraph of its own.
+          last: id of the prompt's last token.
+
+        Returns:
+          Token ids of the observation and of `closing`.
+        """
+        if text and prompt.strip() and prompt != self._frame[0]:  # otherwise the observation is the whole question
+            text = "\n\n"[len(prompt) - len(prompt.rstrip("\n")) :] + text
+        if closing and self._strips:
+            text = text.rstrip()
+        elif text and not closing:
+            text = text.removesuffix("\n") + "\n"
+        tokens = [last]
+        tokens += self.tokenizer.encode_plain(text, behind=last)
+        tokens += self.tokenizer.encode(closing, behind=tokens[-1])
         return tokens[1:]
 
     def stops(self, strings: Sequence[str]) -> tuple[tuple[str, ...], Mapping[int, str]]:

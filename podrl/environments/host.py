@@ -161,11 +161,12 @@ class EnvironmentHost:
         self._warned = False
         self._watch: asyncio.Task[None] | None = None
 
-    async def open(self) -> tuple[str, list[ToolDeclaration]]:
+    async def open(self) -> tuple[str, list[ToolDeclaration], frozenset[str]]:
         """Starts the workers.
 
         Returns:
-          (parser of tool calls, declarations of the tools); no declarations for an environment without tools.
+          (parser of tool calls, declarations of the tools, names of the environments that begin with an observation);
+          no declarations for an environment without tools.
 
         Raises:
           ValueError: the environment or a tool cannot be loaded, or env.others is set with a parser that needs the
@@ -175,16 +176,16 @@ class EnvironmentHost:
         self._workers = [self._start_worker() for _ in range(self._config.workers)]
         loaded = [await self._wait_until_loaded(worker) for worker in self._workers]
         self._watch = asyncio.create_task(self._watch_blocked())
-        own = loaded[0]["loaded"]
+        own, observe_first = loaded[0]["loaded"], frozenset(loaded[0]["observe_first"])
         if own is None:
-            return self._config.parser, []
+            return self._config.parser, [], observe_first
         if self._config.others and in_template(own["parser"]):
             raise ValueError(
                 f"env.others={self._config.others} with env.parser={own['parser']}: every prompt names the tools of "
                 "env.environment, which the records of the others cannot call. Choose a parser with tags, such as "
                 "call_tool."
             )
-        return own["parser"], await self._toolbox.toolset(EnvironmentConfig(**own))
+        return own["parser"], await self._toolbox.toolset(EnvironmentConfig(**own)), observe_first
 
     def start(self, number: int, task: Task, recorded: bool = True) -> None:
         episode = self._episodes[number] = _Episode(number, task, -1, self._workers[0])

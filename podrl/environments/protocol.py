@@ -163,6 +163,9 @@ class Environment(Protocol):
 
     All actions of `run` must depend only on the task, the model's turns and the answers of `Model.outside`. After the
     death of a worker process, a replay calls `run` again and must get the same observations.
+
+    An environment may have the attribute `observes_first = True`: the observation of its first `say` is then a part of
+    the prompt. It follows the data's question after an empty line, in the same turn of the user, whatever its role.
     """
 
     async def run(self, task: Task, model: Model) -> Result | None:

@@ -16,7 +16,13 @@ class SteppedEnvironment:
     terminated, truncated, info), (observation, reward, done, info), or an object or mapping with `observation`,
     `reward` and `done`. `reset` and `step` may be coroutine functions; plain functions run in a thread. A replay calls
     both again, so their results must depend only on the seed and the actions.
+
+    Attributes:
+      observes_first: True if the observation of `reset` is part of the prompt, see
+        podrl.environments.protocol.Environment.
     """
+
+    observes_first = True
 
     def __init__(self, make: Callable[[], object], *, role: Role = "user", opening: bool = True) -> None:
         """Stores the factory; each episode makes its own object.
@@ -24,10 +30,10 @@ class SteppedEnvironment:
         Args:
           make: function without arguments, or class, that makes the object.
           role: role of observations in the sample, see podrl.environments.protocol.Model.say.
-          opening: True if the observation of `reset` is appended to the data's prompt. Such a prompt ends where the
-            model's turn begins, so with `role` 'user' or 'tool' this turn is closed empty before the observation.
+          opening: True if the observation of `reset` follows the data's question, after an empty line and in the same
+            turn of the user; False if the model does not read this observation.
         """
-        self._make, self._opening = make, opening
+        self._make, self.observes_first = make, opening
         self._role: Role = role
 
     async def run(self, task: Task, model: Model) -> Result:
@@ -41,7 +47,7 @@ class SteppedEnvironment:
             first = await _called(stepped.reset, **_accepted(stepped.reset, seed=task.seed, task=task))
             text = _text(first[0] if isinstance(first, tuple) else getattr(first, "observation", first))
             steps, total = 0, 0.0
-            turn = await model.say(text, role=self._role) if self._opening else await model.say()
+            turn = await model.say(text, role=self._role) if self.observes_first else await model.say()
             while True:
                 observation, reward, done = _outcome(await _called(stepped.step, turn.text))
                 steps, total = steps + 1, total + reward

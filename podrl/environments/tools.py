@@ -54,6 +54,11 @@ class ToolEnvironment:
         self.config = config or EnvironmentConfig(environment="tools", tools=functions, mcp=servers, **settings)
         self._inner = inner
 
+    @property
+    def observes_first(self) -> bool:
+        """True if the inner environment begins with an observation (podrl.environments.protocol.Environment)."""
+        return getattr(self._inner, "observes_first", False) is True
+
     async def run(self, task: Task, model: Any) -> Result | None:
         """Plays one episode, see podrl.environments.protocol.Environment."""
         with_tools = await self.over(task, model)

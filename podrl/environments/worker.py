@@ -333,6 +333,9 @@ class _Worker:
             for name, spec in specs.items():
                 environment = self._environments[name] = _environment(name, spec, config, self._folder)
                 _check_playable(environment)
+            reply["observe_first"] = [
+                name for name, one in self._environments.items() if getattr(one, "observes_first", False) is True
+            ]
             own = getattr(self._environments[config.environment], "config", None)
             reply["loaded"] = dataclasses.asdict(own) if isinstance(own, EnvironmentConfig) else None
         except BaseException as error:  # noqa: BLE001 - reported to the parent, which raises

@@ -141,6 +141,7 @@ class Episodes:
           ServiceError: an MCP server does not answer.
         """
         refuse_inside()
+        self._config = config
         self._messages: queue.SimpleQueue[EpisodeEvent | BaseException] = queue.SimpleQueue()
         self._failure: BaseException | None = None
         self._host = EnvironmentHost(config, limits, journal, _event_emitter(self._messages), on_call, error_files)
@@ -148,7 +149,7 @@ class Episodes:
         self._loop = Loop("podrl-episodes", lambda context: messages.put(_error_of(context)))
         self._finalizer = weakref.finalize(self, self._loop.end, self._host.close)
         try:
-            self.parser, self._tools = self._loop.run(self._host.open())
+            self.parser, self._tools, self._observe_first = self._loop.run(self._host.open())
         except BaseException:
             self.close()
             raise
@@ -173,6 +174,15 @@ class Episodes:
             }
             for tool in self._tools
         ]
+
+    def observes_first(self, env: object) -> bool:
+        """Returns True if an environment's first observation is a part of the prompt.
+
+        Args:
+          env: field `env` of the record that the environment plays; None if the record has no such field.
+        """
+        name = env if env in self._config.others else self._config.environment
+        return name in self._observe_first
 
     def start(self, episode: int, task: Task, *, recorded: bool = True) -> None:
         """Starts an episode; `poll` returns its first EpisodeObservation, or its EpisodeEnd.

@@ -13,6 +13,7 @@ from podrl.cluster.worker import ends_of_samples
 from podrl.config import named, near, plural
 from podrl.data import sources
 from podrl.data.config import is_generated
+from podrl.data.dialogue import Dialogue
 from podrl.data.mixture import OpenedSource, split
 from podrl.data.pipeline import PartRenderer
 from podrl.data.shape import ANSWER, QUESTION
@@ -247,7 +248,11 @@ def check_environments(job: Job, *, secrets: bool, tokenizer: Tokenizer | None =
                 Episodes(local, job.reward.limits, journal=Journal(_NoAnswers())) as episodes,
             ):
                 if trial is not None:
-                    _try_environment(episodes, *trial)
+                    tried, task = trial
+                    if tokenizer is not None and episodes.observes_first(task.fields.get("env")):
+                        closing = Dialogue(tokenizer).closing
+                        task = dataclasses.replace(task, prompt=task.prompt.removesuffix(closing))
+                    _try_environment(episodes, tried, task)
 
 
 def _try_environment(episodes: Episodes, tried: str, task: Task) -> None:

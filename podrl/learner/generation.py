@@ -111,6 +111,7 @@ class Generator:
           BatchError: a reward function failed, or too many samples failed.
         """
         started, self._worked = time.monotonic(), {}
+        prompts = self._opened(prompts)
         if self._sees_signals():
             first = self._sample_refilling(prompts, policy, step)
         else:
@@ -139,6 +140,7 @@ class Generator:
         Raises:
           ValueError: `partial` has another number of samples than the settings ask for.
         """
+        prompts = self._opened(prompts)
         first = self._first_prompts(prompts)
         samples = len(first.length_P) * (self._beside + self._group_size)
         if partial is not None and len(partial.samples) != samples:
@@ -148,6 +150,11 @@ class Generator:
                 "values at the start of this run."
             )
         return self._open_group(prompts, first, step, partial)
+
+    def _opened(self, prompts: Prompts) -> Prompts:
+        """Cuts prompts that observations go on with. It is done here because the rows are joined to these prompts."""
+        client = self._cluster.env_client
+        return prompts if client is None else client.opened(prompts)
 
     def _open_group(
         self, prompts: Prompts, first: Prompts, step: int, partial: PartialBatch | None = None

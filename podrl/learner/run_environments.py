@@ -116,6 +116,7 @@ def run_environments(
             clock=clock,
             failed_share=config.failed_share,
             history=config.history,
+            observes_first=host.observes_first,
         )
         cluster.use_environments(env_client)
         stack.callback(cluster.use_environments, None)

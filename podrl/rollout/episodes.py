@@ -4,12 +4,13 @@ import dataclasses
 import json
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import numpy as np
 
 from podrl.data.dialogue import Dialogue
+from podrl.data.hint import TEACHER_PROMPT
 from podrl.engine.config import Sampling
 from podrl.engine.session import Opening, Session, Track
 from podrl.engine.state import STOP_IDS
@@ -35,6 +36,9 @@ from podrl.types import (
     Prompts,
 )
 
+# Field of a prompt that an environment's first observation goes on with: the text that the chat template writes after
+# the prompt's question, which follows the observation. None for any other prompt.
+CLOSING = "prompt_closing"
 _STATE = ("strings", "turns", "rewards", "metrics", "stop", "text", "full", "seconds", "piece")
 _log = logging.getLogger("podrl.environments")
 
@@ -67,6 +71,8 @@ class EnvironmentClient:
       clock: rollout.clock of the job.
       failed_share: env.failed_share of the job, the largest share of a request's environments that may fail.
       history: env.history of the job.
+      observes_first: function from the field `env` of a prompt to whether the first observation of the prompt's
+        environment is a part of the prompt (`Episodes.observes_first`).
       waits_for: calls of environments that the samples wait for (`Episodes.waiting`); '' while a sample runs.
       started: number of episodes so far, over all requests. Episodes get their numbers from this count, so that a late
         message of a cancelled request is not taken for a message of a later request.
@@ -78,9 +84,48 @@ class EnvironmentClient:
     clock: Literal["tokens", "wall"] = "tokens"
     failed_share: float = 1.0
     history: History = "template"
+    observes_first: Callable[[object], bool] = lambda env: False
     waits_for: str = ""
     started: int = 0
     inboxes: dict[int, list[EpisodeEvent]] = dataclasses.field(default_factory=dict)
+
+    def opened(self, prompts: Prompts, texts: Sequence[str] | None = None) -> Prompts:
+        """Cuts prompts after their questions if observations go on with them; the field `CLOSING` gets what is cut off.
+
+        Prompts of plain text have nothing to cut off. A prompt whose teacher reads tokens of another vocabulary stays
+        whole, because these tokens cannot be cut here: its first observation is a turn after an empty turn of the
+        model. Prompts that were cut before are returned unchanged.
+
+        Args:
+          prompts: P prompts.
+          texts: texts of the prompts' tokens; None for `prompts.text`.
+        """
+        P, fields = len(prompts.length_P), prompts.fields
+        envs, texts = fields.get("env", [None] * P), prompts.text if texts is None else texts
+        going_on = [] if CLOSING in fields else [p for p in range(P) if self.observes_first(envs[p])]
+        if not going_on:
+            return prompts
+        hints, text = list(fields.get(TEACHER_PROMPT, [None] * P)), list(prompts.text)
+        tokens_PT, length_P, closings = prompts.tokens_PT.copy(), prompts.length_P.copy(), [None] * P
+        for p in going_on:
+            tokens = prompts.tokens_PT[p, : prompts.length_P[p]].tolist()
+            if (cut := self.dialogue.without_closing(texts[p], tokens)) is None:
+                continue
+            short, ids = cut
+            if (hint := hints[p]) is not None:
+                behind = tokens[len(ids) :]
+                if tokens[: len(ids)] != ids or not behind or list(hint[-len(behind) :]) != behind:
+                    continue
+                hints[p] = hint[: -len(behind)]
+            text[p], length_P[p], closings[p] = short, len(ids), self.dialogue.closing
+            tokens_PT[p] = self.dialogue.tokenizer.pad_id
+            tokens_PT[p, : len(ids)] = ids
+        if not any(closings):
+            return prompts
+        more = {CLOSING: closings, **({TEACHER_PROMPT: hints} if TEACHER_PROMPT in fields else {})}
+        return dataclasses.replace(
+            prompts, tokens_PT=tokens_PT, length_P=length_P, text=text, fields={**fields, **more}
+        )
 
     def poll(self, timeout_s: float) -> int:
         """Sorts the messages of environments into the inboxes; waits at most `timeout_s` seconds for the first one.
@@ -345,7 +390,7 @@ class EpisodePlayer:
 
     def _task(self, p: int, g: int) -> Task:
         prompts, sampling = self.request.prompts, self.request.sampling
-        fields = {name: _plain(values[p]) for name, values in prompts.fields.items()}
+        fields = {name: _plain(values[p]) for name, values in prompts.fields.items() if name != CLOSING}
         return Task(
             prompt=prompts.text[p],
             fields=fields,
@@ -447,12 +492,31 @@ class EpisodePlayer:
             text, tokens = message.observation, []
             if message.cuts:
                 text = shortened(text, message.cuts, message.cut_tokens, dialogue.encode, dialogue.decode)
-            if text or message.role != "raw":
+            if (closing := self._closing(b)) is not None:
+                p = b // self.request.group_size
+                before = self.request.prompts.text[p]
+                tokens = dialogue.opening(text, prompt=before, closing=closing, last=int(self.request.tokens(p)[-1]))
+            elif text or message.role != "raw":
                 texts = text.split(SEPARATOR) if message.role == "tool" else text
                 tokens = dialogue.encode(texts, message.role, last=last)
         except ValueError as error:
             raise BatchError(f"{self._name(b)}: {error}") from error
         return tokens, self._stops(b, message)
+
+    def _closing(self, b: int) -> str | None:
+        """Returns the text that follows the next observation of a sample if the observation is a part of the prompt.
+
+        Returns:
+          '' for a prompt of plain text; None for any other observation, which is no part of the prompt.
+        """
+        prompts, p = self.request.prompts, b // self.request.group_size
+        env = prompts.fields["env"][p] if "env" in prompts.fields else None
+        if self._episodes[b].track is not None or not self._env_client.observes_first(env):
+            return None
+        if CLOSING in prompts.fields and (closing := prompts.fields[CLOSING][p]) is not None:
+            return closing
+        whole = self._dialogue.closing  # `EnvironmentClient.opened` leaves some prompts of the chat template whole
+        return None if whole and prompts.text[p].endswith(whole) else ""
 
     def _stops(self, b: int, message: EpisodeObservation) -> tuple[str, ...]:
         """Sets the stop strings of the next turn; returns the strings that are not a single special token."""
@@ -478,6 +542,11 @@ class EpisodePlayer:
                 f"{self._name(b)} opened a request while an earlier one was open. Its samples are cut into windows of "
                 "tokens, so its requests must come one after another: await each answer before the next request, or "
                 "set rollout.clock='wall', or grpo.max_staleness to 0 or 1."
+            )
+        if request.prompts.fields.get(CLOSING, [None] * (p + 1))[p] is not None:
+            raise BatchError(
+                f"{self._name(b)} has observes_first=True and calls model.chat: only the first observation of "
+                "model.say can be a part of the prompt, so remove the attribute."
             )
         self._unopened.get(p, set()).discard(b)
         if episode.branches is None:

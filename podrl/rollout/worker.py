@@ -375,6 +375,7 @@ class RolloutWorker:
     ) -> RolloutRequest:
         """Checks the arguments of a call; returns a request with the missing settings taken from the configuration."""
         sampling = self._complete(sampling)
+        prompts = prompts if self.env_client is None else self.env_client.opened(prompts)
         self.check(prompts, group_size, sampling)
         assert sampling.max_new is not None
         index_PG = np.repeat(np.asarray(prompts.index_P)[:, None], group_size, axis=1)

@@ -33,7 +33,7 @@ def test_training_python_and_generate_make_the_same_prompts(file, tokenizer):
     trained = next(PromptStream.from_config(config, tokenizer, **given))
     listed = next(PromptStream.from_list(RECORDS, tokenizer, **given))
     arguments = generate._parser().parse_args([f"--model={podrl.TINY}", f"--prompts={file}", "--out=o"])
-    generated = generate._tokenise(generate.read_prompts(file), tokenizer, arguments)
+    generated, _ = generate._tokenise(generate.read_prompts(file), tokenizer, arguments)
     for p, row in enumerate(generated):
         assert trained.tokens_PT[p, : trained.length_P[p]].tolist() == row, p
         assert listed.tokens_PT[p, : listed.length_P[p]].tolist() == row, p

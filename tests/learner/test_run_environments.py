@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shutil
 import types
 
@@ -31,6 +32,21 @@ class Twice:
         second = await model.say(f" {task.seed % 10} ", reward=-0.5 if "1" in first.text else 0.25, max_new=5)
         await model.say("again", role="user")
         return Result(float("2" in second.text), {"length": float(len(first.tokens))})
+"""
+
+GAME = """
+import podrl
+
+class Game:
+    def reset(self, seed):
+        self.turns = 0
+        return f"start {seed % 10}"
+
+    def step(self, text):
+        self.turns += 1
+        return "go on", float("1" in text), self.turns == 2, False, {}
+
+game = podrl.SteppedEnvironment(Game)
 """
 
 
@@ -155,3 +171,28 @@ def test_a_run_from_python_trains_on_turns(kind, tmp_path):
     metrics = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
     assert metrics["episode/given_tokens"] > 0 and 1 <= metrics["env/length"] <= 6
     assert cluster.env_client is None
+
+
+@pytest.mark.nightly("podrl/learner/run_environments.py", "podrl/rollout/episodes.py", "podrl/learner/generation.py")
+@pytest.mark.slow
+@pytest.mark.parametrize("max_staleness", [0, 2])
+def test_a_run_trains_on_episodes_that_begin_with_an_observation(max_staleness, tmp_path):
+    (tmp_path / "game.py").write_text(GAME)
+    mesh = podrl.make_mesh("data=1", jax.devices()[:1])
+    training = podrl.RLTrainingConfig(
+        max_steps=2, eval_every_n_steps=9, checkpoint_root_directory=str(tmp_path / "run")
+    )
+    rollout = podrl.RolloutConfig(max_tokens_to_generate=24, max_response_tokens=72, max_prompt_length=64, lanes=16)
+    roles = {podrl.Role.ACTOR: mesh, podrl.Role.ROLLOUT: mesh}
+    settings = podrl.ClusterConfig(role_to_mesh=roles, training_config=training, rollout_config=rollout)
+    cluster = podrl.RLCluster(actor=str(podrl.TINY), cluster_config=settings)
+    config = podrl.GRPOConfig(num_generations=4, max_staleness=max_staleness)
+    learner = podrl.GRPOLearner(cluster, config, environment=f"{tmp_path}/game.py:game")
+    assert learner.train([{"question": f"Say {i}."} for i in range(8)], prompts_per_step=4) == 2
+    records = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    assert records
+    for record in records:
+        assert re.fullmatch(r"<bos><start_of_turn>user\nSay \d\.", record["prompt"])
+        assert re.match(r"\n\nstart \d\nmodel\n", record["completion"])
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert not [name for line in lines for name in line if name.startswith("rollout/faulty")]
