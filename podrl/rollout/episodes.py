@@ -106,7 +106,8 @@ class EnvironmentClient:
         if not going_on:
             return prompts
         hints, text = list(fields.get(TEACHER_PROMPT, [None] * P)), list(prompts.text)
-        tokens_PT, length_P, closings = prompts.tokens_PT.copy(), prompts.length_P.copy(), [None] * P
+        tokens_PT, length_P = prompts.tokens_PT.copy(), prompts.length_P.copy()
+        closings: list[str | None] = [None] * P
         for p in going_on:
             tokens = prompts.tokens_PT[p, : prompts.length_P[p]].tolist()
             if (cut := self.dialogue.without_closing(texts[p], tokens)) is None:
