@@ -367,8 +367,14 @@ class SampleLearner(SavedByRun):
             )
             trained = self._trained(train_ds, rewards.names, run) if self.cluster.trains else None
             step = fit(self.cluster, train_ds, run, schedule, workload, trained=trained, offline=False, pod=self._pod)
-            if own and run.leads and run.workdir is not None and step == schedule.max_steps:
-                write_ending(run, {"seed": self.cluster.seed})
+            if own and run.leads and run.workdir is not None:
+                if step == schedule.max_steps:
+                    write_ending(run, {"seed": self.cluster.seed})
+                else:
+                    run.console.print(
+                        f"Stopped after step {step} of {schedule.max_steps}; the newest checkpoint in {run.place} is of "
+                        f"step {run.saved_step()}. The same script goes on from there."
+                    )
             self._trained_to = 0 if run.place else step
             return step
 

@@ -1,6 +1,8 @@
 """A run from Python ends like a run of the command: with a summary, a report and a table of the evaluations."""
 
 import json
+import os
+import signal
 
 import jax
 import pytest
@@ -120,3 +122,19 @@ def test_a_run_from_python_writes_what_the_command_writes(tmp_path, capfd):
     assert [path.name for path in (root / "checkpoints").iterdir()] == ["2"]
     with pytest.raises(ValueError, match=r"checkpoint has no key 'nothing'"):
         learner.train(asked, checkpoint={"nothing": 1})
+
+
+@pytest.mark.nightly("podrl/learner/learner.py", "podrl/rundir/run.py")
+@pytest.mark.slow
+def test_a_script_that_is_stopped_says_where_it_goes_on(tmp_path, capfd):
+    def stop(prompts, completions, rewards, **fields):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return {}
+
+    root = tmp_path / "run"
+    config = podrl.GRPOConfig(num_generations=2)
+    learner = podrl.GRPOLearner(cluster_of(str(root), 2), config, reward_fns=[length], metric_fns=[stop])
+    assert learner.train([f"Tom has {n} apples." for n in range(4)], prompts_per_step=2) == 1
+    said = "".join(capfd.readouterr().out.splitlines())
+    assert f"Stopped after step 1 of 2; the newest checkpoint in {root} is of step 1" in said
+    assert not (root / "summary.json").exists()
