@@ -372,8 +372,8 @@ class SampleLearner(SavedByRun):
                     write_ending(run, {"seed": self.cluster.seed})
                 else:
                     run.console.print(
-                        f"Stopped after step {step} of {schedule.max_steps}; the newest checkpoint in {run.place} is of "
-                        f"step {run.saved_step()}. The same script goes on from there."
+                        f"Stopped after step {step} of {schedule.max_steps}; the newest checkpoint in {run.place} is "
+                        f"of step {run.saved_step()}. The same script goes on from there."
                     )
             self._trained_to = 0 if run.place else step
             return step
