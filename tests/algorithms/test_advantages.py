@@ -189,7 +189,7 @@ def test_whitening():
             lambda: advantages.group_relative(REWARD_B[:5], group_B=of(REWARD_B, 2)),
             "5 rewards do not fit .* of 8 samples",
         ),
-        (lambda: advantages.pass_at_k(REWARD_B, group_B=of(REWARD_B, 1)), "grpo.num_generations=1"),
+        (lambda: advantages.pass_at_k(REWARD_B, group_B=of(REWARD_B, 1)), "one has 1: raise grpo.num_generations"),
         (lambda: advantages.group_relative(REWARD_B, group_B=of(REWARD_B, 4), scale="var"), "advantage_scale='var'"),
         (lambda: advantages.group_relative(REWARD_B, group_B=of(REWARD_B, 4), ddof=2), "advantage_ddof=2"),
         (lambda: advantages.group_relative(REWARD_B, group_B=of(REWARD_B, 1), singleton="no"), "singleton='no'"),

@@ -225,7 +225,7 @@ def test_columns_that_do_not_belong_together_are_refused(tmp_path):
 
 def test_a_missing_step_says_which_there_are(tmp_path):
     recorded(tmp_path, [1, 2, 3], trace="all")
-    with pytest.raises(ValueError, match="holds steps 1 to 3"):
+    with pytest.raises(ValueError, match=r"only some steps .*, from 1 to 3"):
         trace.read_step(tmp_path, 7)
     with pytest.raises(ValueError, match=r"log\.trace"):
         trace.read_step(tmp_path / "other", 1)
