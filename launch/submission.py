@@ -267,7 +267,7 @@ def check_job(config: str, extra: Sequence[str], chips: Mapping[str, int], *, co
     for role, need in (sizes | together).items():
         if need and role in chips and need != chips[role]:
             meshes = {name: values.get(f"roles.{name}.mesh") for name in sizes if role in (name, "all")}
-            meshes_text = " and ".join(f"roles.{name}.mesh={mesh}" for name, mesh in meshes.items())
+            meshes_text = " and ".join(f"roles.{name}.mesh={mesh}" for name, mesh in meshes.items() if mesh)
             raise ValueError(
                 f"{meshes_text} take {need} chips, and the machines asked for have {chips[role]} (a "
                 "chip of tpu7x counts twice): change the meshes or the machines."
@@ -276,14 +276,13 @@ def check_job(config: str, extra: Sequence[str], chips: Mapping[str, int], *, co
 
 _CHECK_S = 300  # longest wait for podrl's check of its flags
 _CHECK = """
-import importlib.util, sys
-needed = ("absl", "jax", "ml_collections", "podrl")
-if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
-    print(*missing, "not installed")
-    sys.exit(4)
-from podrl.launch import check_flags
+import sys
 try:
+    from podrl.launch import check_flags
     check_flags(["launch", *sys.argv[1:]])
+except ModuleNotFoundError as error:
+    print(f"{error} in {sys.executable}.")
+    sys.exit(4)
 except ValueError as error:
     if isinstance(error.__cause__, ImportError):  # the configuration imports a module that only the image has
         print(error)
@@ -315,19 +314,20 @@ def check_flags(config: str, extra: Sequence[str], code: Code | None = None) -> 
     paths = [str(root), *([str(folder)] if code else []), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-c", _CHECK, f"--config={config}", *extra]
+    only = "podrl's own flags are checked on the hosts only: "
     why = f"podrl has not answered within {_CHECK_S} s."
     try:
         done = subprocess.run(
             command, cwd=folder, env=environment, capture_output=True, text=True, timeout=_CHECK_S, check=False
         )
     except subprocess.TimeoutExpired:
-        sys.stderr.write(f"podrl's own flags are checked on the hosts only: {why}\n")
+        sys.stderr.write(f"{only}{why}\n")
         return
     if done.returncode == 1 and "Traceback" not in done.stderr:
         raise ValueError(sentence(done.stderr.strip().rpartition("\n")[2]))
     if done.returncode:
         why = done.stdout if done.returncode == 4 else done.stderr[-500:]
-        sys.stderr.write(f"podrl's own flags are checked on the hosts only: {why.strip()}\n")
+        sys.stderr.write(f"{only}{why.strip()}\n")
 
 
 def _settings_in(extra: Sequence[str]) -> dict[str, str]:

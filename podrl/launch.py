@@ -555,7 +555,7 @@ def _report(error: BaseException, joined: Sequence[Pod]) -> tuple[int, str]:
         print("\n".join(("podrl: interrupted.", *_how_to_resume(error))), file=sys.stderr)
         return 130, "interrupted"
     if isinstance(error, ChannelError | StorageError | ServiceError):
-        print("\n".join((f"podrl: error: {as_sentence(error)}", *_how_to_resume(error))), file=sys.stderr)
+        print("\n".join((f"podrl: error: {as_sentence(str(error))}", *_how_to_resume(error))), file=sys.stderr)
         return EXIT_INFRASTRUCTURE, str(error)
     runtimes = _STATUS.match(str(error)) is not None and isinstance(error, RuntimeError | ValueError)
     # The error may come from a collective that lost a process. If another process reports why, await_end ends this

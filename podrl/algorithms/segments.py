@@ -28,7 +28,7 @@ def segment_sum(x_BT: Float[Array, "B T"], segment_BT: Int[Array, "B T"]) -> Flo
     """Sums over each token's own sequence, and writes the sum to every token of the sequence.
 
     The terms of a sequence are added in token order starting from 0, so the sum does not depend on the other sequences
-    of the row: packing leaves it unchanged to the bit. Differentiable.
+    of the row: packing leaves it unchanged to the bit, except on a GPU, where XLA may add in any order. Differentiable.
 
     Args:
       x_BT: values, 0 on tokens that must not count; padding (segment 0) is summed like one more sequence.

@@ -234,8 +234,7 @@ def main() -> None:
     try:
         code = _run(sys.argv)
     except (ValueError, OSError, ImportError) as error:
-        notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-        raise SystemExit(f"podrl.plan: error: {as_sentence(f'{error}{notes}')}") from None
+        raise SystemExit(f"podrl.plan: error: {as_sentence(error)}") from None
     raise SystemExit(code)
 
 

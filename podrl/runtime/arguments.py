@@ -15,8 +15,13 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def as_sentence(error: object) -> str:
-    """Writes an error as a sentence: adds the full stop that texts of other libraries often lack."""
-    text = str(error).rstrip()
+    """Writes an error and its notes as a sentence: adds the full stop that texts of other libraries often lack.
+
+    The text for a module that Python does not find also says which Python this is.
+    """
+    text = str(error).rstrip() + "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        text += f" in {sys.executable}: install it there, or run the Python for which podrl is installed"
     return text if text.endswith((".", "?", "!")) else f"{text}."
 
 

@@ -452,7 +452,9 @@ def check_shared_directory(path: str, cluster: Cluster, mounts: str, *, flag: st
         return
     if on_network(path, mounts):
         return
-    hosts = f"{cluster.process_count} hosts" + (" in this role alone" if cluster.topology == "split" else "")
+    hosts = "hosts of the other role, too" if cluster.process_count == 1 else f"{cluster.process_count} hosts"
+    if cluster.process_count > 1 and cluster.topology == "split":
+        hosts += " in this role alone"
     raise ValueError(
         f"checkpoint directory is host-local and this run has {hosts}: {flag}={path} names a different directory on "
         f"each. Use {flag}=gs://BUCKET/RUN or a directory on a mounted network file system, or give --shared_workdir "

@@ -63,9 +63,10 @@ def hosts_of(cluster: Cluster, trainer: str, rollout: str, mesh: str = "auto", e
         everyone = range(cluster.trainers, cluster.trainers + cluster.rollouts)
         tests = parse_hosts(evaluates, "roles.eval.hosts")
         if tests and not set(tests) < set(everyone):
+            hosts_text = f"hosts {everyone.start} to {everyone.stop - 1} generate" if everyone else "no host generates"
             raise ValueError(
-                f"roles.eval.hosts={evaluates!r}: the hosts that this platform lets generate are {everyone.start} to "
-                f"{everyone.stop - 1} (none if the first number is the larger one); name some of them, not all."
+                f"roles.eval.hosts={evaluates!r}: on this platform {hosts_text}; name some of the hosts that generate, "
+                "not all."
             )
         generate = tuple(host for host in everyone if host not in tests)
         replica = hosts_per_replica(mesh, len(generate))

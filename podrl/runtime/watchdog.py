@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator, Mapping
 _TOLD_AT_S = (3.0, 10.0, 30.0)  # ages at which a slow stage is explained to the user; then once every minute
 # Explanations of stages that may take longer, above all the first time; other stages are explained by their names.
 _DOES = {
-    "start-up": "loading the models, and preparing the rollout's programs",
-    "restoring": "reading the newest checkpoint",
+    "start-up": "loading the models, and preparing their programs",
+    "restoring": "looking for a checkpoint, and reading the newest",
     "data": "drawing the next prompts",
     "metrics": "waiting for the numbers of the step",
-    "evaluation": "sampling answers to the held-out records and scoring them; the first time prepares programs",
+    "evaluation": "measuring on the held-out records; the first time prepares programs",
     "rollout": "sampling the batch and scoring it; the first time prepares programs",
     "update": "updating the weights; the first time prepares programs",
     "publish": "moving the weights to the rollout's devices",

@@ -89,6 +89,7 @@ class CheckpointRecord:
 
 
 def _compare(kind: str, current: JsonObject, saved: JsonObject) -> None:
-    wrong = [name for name in sorted({*current, *saved}) if current.get(name) != saved.get(name)]
+    names = sorted({*current, *saved})
+    wrong = [name for name in names if current.get(name) != saved.get(name)]
     if wrong:
-        raise ValueError(f"{len(wrong)} of {len(saved)} {kind} are not what was saved, such as {wrong[0]}")
+        raise ValueError(f"{len(wrong)} of {len(names)} {kind} are not what was saved, such as {wrong[0]}")

@@ -56,8 +56,9 @@ def load_object(file: pathlib.Path | epath.Path) -> JsonObject:
       ValueError: the file is a pipe, a device or a socket, is not text in UTF-8, not JSON, not an object, or has a key
         twice in an object; the error names the file, and the line if it is known.
     """
+    path = regular(file)
     try:
-        content = load_json(regular(file).read_bytes())
+        content = load_json(path.read_bytes())
     except UnicodeDecodeError as error:
         raise ValueError(f"{file} is not text in UTF-8: {error.reason} at byte {error.start}.") from None
     except json.JSONDecodeError as error:

@@ -241,7 +241,8 @@ class RunFiles:
         if group in (None, -1) and groups:
             group = int(group_B[np.nan_to_num(spread(reward_B, group_B)).argmax()])
         if group is None or not 0 <= group < groups:
-            raise ValueError(f"step {step} has groups 0 to {groups - 1}, but no group {group}.")
+            held = f"groups 0 to {groups - 1}" if groups else "no groups"
+            raise ValueError(f"the trace of step {step} holds {held}: there is no group {group}.")
         members = np.flatnonzero(group_B == group).tolist()
         return {
             "step": step,

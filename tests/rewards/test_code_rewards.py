@@ -65,6 +65,11 @@ HONEST = {
         "    assert same(x) == x and type(same(x)) is type(x)",
     ),
     "an argument that is changed": job("def sort(x):\n    x.sort()", "x = [2, 1]; sort(x); assert x == [1, 2]"),
+    "an argument of a subclass that is changed": job(
+        "def turn(x):\n    x.reverse()",
+        "class Row(list): pass\nx = Row([2, 1]); turn(x); assert x == [1, 2]",
+        "class Bytes(bytearray): pass\nx = Bytes(b'ab'); turn(x); assert x == b'ba'",
+    ),
     "an exception": job(
         "class Bad(ValueError): pass\ndef fail():\n    raise Bad('no')",
         "try:\n    fail()\nexcept ValueError as error:\n    assert 'no' in str(error)\nelse:\n    raise AssertionError",

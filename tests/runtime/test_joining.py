@@ -52,7 +52,7 @@ def test_where_the_platform_gives_roles_some_of_those_that_generate_may_evaluate
     everyone = joining.hosts_of(cluster, "", "").rollout
     hosts = joining.hosts_of(cluster, "", "", evaluates=str(everyone[-1]))
     assert hosts.eval == everyone[-1:] and hosts.rollout == everyone[:-1]
-    with pytest.raises(ValueError, match=r"roles\.eval\.hosts='0': the hosts that this platform lets generate"):
+    with pytest.raises(ValueError, match=r"roles\.eval\.hosts='0': on this platform hosts 4 to 9 generate"):
         joining.hosts_of(cluster, "", "", evaluates="0")
     with pytest.raises(ValueError, match=r"roles\.eval\.hosts='3' .* --topology=split"):
         joining.hosts_of(detect.detect(LOCAL), "", "", evaluates="3")

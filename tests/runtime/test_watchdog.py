@@ -93,7 +93,7 @@ def test_a_stage_that_takes_long_says_what_it_does_again_and_again():
     finally:
         watchdog.close()
     assert said[:3] == [
-        "start-up: loading the models, and preparing the rollout's programs (4 s so far, 25 s the last time) ...",
+        "start-up: loading the models, and preparing their programs (4 s so far, 25 s the last time) ...",
         "update: updating the weights; the first time prepares programs (5 s so far) ...",
         "trying: at work (4 s so far) ...",
     ]

@@ -89,7 +89,9 @@ class Fields:
             return None
         fits = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
         if not fits or not low <= value <= high or (above and value == low):
-            limits = f"{'above' if above else 'of at least'} {low:g}" + (f", at most {high:g}" * math.isfinite(high))
+            limits = f"{'above' if above else 'of at least'} {low:g}"
+            if math.isfinite(high):
+                limits = f"above {low:g} and at most {high:g}" if above else f"from {low:g} to {high:g}"
             raise self.refusal(name, value, f"must be a number {limits}")
         return float(value)
 

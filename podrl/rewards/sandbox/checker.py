@@ -302,7 +302,7 @@ class _Remote:
 
 def _update(argument: object, now: object) -> None:
     """Gives a mutable argument the value that the argument's copy in the program's process has after a call."""
-    if type(argument) is not type(now) or argument == now:
+    if not isinstance(argument, type(now)) or argument == now:  # a value of a subclass was sent as the plain type
         return
     match argument, now:
         case (list(), list()) | (bytearray(), bytearray()):

@@ -26,8 +26,7 @@ class Reference:
 def encode(value: object, refer: Callable[[object], Reference]) -> object:
     """Encodes a value for JSON.
 
-    A value of a subclass of a plain type is sent as a value of the plain type, except that a value of a subclass of
-    bytearray is sent as bytes.
+    A value of a subclass of a plain type is sent as a value of the plain type.
 
     Args:
       value: the value to send, of any type. A value that is not plain, by itself or in a container such as a list,
@@ -41,7 +40,7 @@ def encode(value: object, refer: Callable[[object], Reference]) -> object:
     if isinstance(value, str):
         return str.__str__(value)
     if isinstance(value, bytes | bytearray):
-        return {type(value).__name__ if type(value) is bytearray else "bytes": bytes(value).hex()}
+        return {"bytes" if isinstance(value, bytes) else "bytearray": bytes(value).hex()}
     if isinstance(value, complex):
         return {"complex": [value.real, value.imag]}
     if isinstance(value, dict):
