@@ -41,8 +41,8 @@ _EVAL_FIELDS = ("temperature", "top_p", "top_k", "min_p", "max_tokens_to_generat
     "cluster_config",
     {
         "role_to_logical_axis_rule": "logical axes are mapped to mesh axes in podrl/mesh/rules.py, one table for all.",
-        "offload_to_cpu": "podrl frees the rollout's pools with RolloutWorker.sleep() and shares the base weights "
-        "between policy and reference; give the roles disjoint meshes if memory is short.",
+        "offload_to_cpu": "RLTrainingConfig(offload='all') keeps the optimizer's state, the reference and the frozen "
+        "base in the host's memory; 'optimizer', 'reference' or 'base' keeps one of them there.",
         "roles": "say role_to_mesh={podrl.Role.ACTOR: mesh, podrl.Role.ROLLOUT: mesh}.",
         "rollout_vllm_*": "podrl decodes with its own engine; see RolloutConfig.",
     },
