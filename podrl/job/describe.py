@@ -258,13 +258,7 @@ def _count_line(job: Job, opened: OpenedSources) -> str:
         lost = f" Held out by data.eval_fraction, but not used: {plural(apart, 'record')}." if apart else ""
         return f"{count}no evaluation on held-out records (eval.problems=0).{lost}"
     if not opened.held_out:
-        count += "none held out, so there is no evaluation before and after"
-        if job.kind.offline and opened.unmeasured:  # a warning of podrl.job.evaluation says which answers are missing
-            return f"{count}."
-        return (
-            f"{count}: data.path={data.path} is too small for "
-            f"data.eval_fraction={data.eval_fraction:g}. Raise it, or give data.eval_path."
-        )
+        return f"{count}none held out, so there is no evaluation before and after."  # podrl.job.evaluation warns why
     held_out = min(opened.held_out, job.eval.problems)
     source = "data.eval_path" if data.eval_path else "held out from training"
     few = ""
