@@ -1,6 +1,7 @@
 """Settings of environments and tools: which ones a job has, their limits, and the format of tool calls."""
 
 import dataclasses
+import importlib.util
 import os
 import pathlib
 import shlex
@@ -10,7 +11,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from podrl.config import Count, Finite, Natural, Positive, Share, Workers, nearest, section
+from podrl.config import Count, Finite, Natural, Positive, Share, Workers, install, nearest, section
 from podrl.environments import dr_tulu
 from podrl.storage.regular import regular
 from podrl.workers.user_code import Limits
@@ -104,7 +105,9 @@ class MCPServer:
         return [sys.executable, *words[1:]] if words[:1] == ["python"] else words
 
     def check_command(self) -> None:
-        """Raises ValueError if this machine lacks the command, or its Python file."""
+        """Raises ValueError if this machine lacks package mcp, the command, or its Python file."""
+        if importlib.util.find_spec("mcp") is None:
+            raise ValueError(f"env.mcp: {self.target} needs package mcp: {install('tools')}.")
         if self.command and shutil.which(self.command[0]) is None:
             script = self.command[0].endswith(".py")
             hint = f" If it is a Python file, name it as 'python {self.target}'." if script else ""

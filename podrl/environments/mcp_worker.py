@@ -16,7 +16,6 @@ import urllib.parse
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import Any, BinaryIO, TextIO
 
-from podrl.config import install
 from podrl.environments.config import MCPServer
 from podrl.environments.tool_worker import plain
 from podrl.mappings import JsonObject, ToolDeclaration
@@ -54,11 +53,6 @@ class _Server:
 
     async def keep_connected(self) -> None:
         """Keeps the server connected; returns when it cannot be started or was unreachable for too long."""
-        try:
-            import mcp  # noqa: F401
-        except ImportError:
-            self._send({"failed": self._key, "why": f"needs package mcp: {install('tools')}."})
-            return
         disconnected_at, pause, opened = time.monotonic(), _FIRST_PAUSE_S, False
         while True:
             why = "the connection closed"

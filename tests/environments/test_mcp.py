@@ -359,6 +359,14 @@ def test_a_variable_that_is_not_set_is_named():
         Episodes(config(MCPServer("python x", environment=("NO_SUCH_KEY",))), Limits(), journal=None)
 
 
+def test_the_missing_package_is_named_before_a_server_is_started(monkeypatch):
+    monkeypatch.setitem(sys.modules, "mcp", None)
+    with pytest.raises(
+        ValueError, match=r"env\.mcp: .*mcp_server\.py stdio needs package mcp: pip install .*\[tools\]"
+    ):
+        MCPServer(STDIO).check_command()
+
+
 def test_pages_without_an_end_are_said():
     with pytest.raises(ValueError, match="repeats the page '1' after"):
         Episodes(config(f"python {PLAIN} 1000000"), Limits(), journal=None)
