@@ -321,7 +321,10 @@ class Pod:
                 for key in ("roster", f"roster/{self._changes}") if self._complete else ():
                     self.channel.put(key, self._roster())
                 event = "came back" if returned else "joined the job"
-                _log.warning("%s (host %d) %s at %s.", self.seat.hosts.name(process), process, event, address)
+                _log.warning(
+                    "%s (host %d) %s at %s, as process %d of %s. It generates as soon as its programs are prepared.",
+                    *(self.seat.hosts.name(process), process, event, address, *self.ids[process]),
+                )
         if returned:
             self.channel.give_up(former)
             self._notify_lost(process)
